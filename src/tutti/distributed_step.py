@@ -117,8 +117,8 @@ class Step:
             mark_stepped(one)  # for schedulers
         running.num_steps += 1
         mode.after()
-        if captured.effects:
-            self.python.apply(captured.effects, returned[captured.num_returned :])
+        if captured.effects or captured.not_kept:
+            self.python.apply(captured, returned[captured.num_returned :])
         returned = returned[: captured.num_returned]
         self._warn_of_nan(returned)
         result = tree_unflatten(returned, captured.returned)

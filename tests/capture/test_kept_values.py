@@ -132,7 +132,7 @@ def cast(model: Any, y: Tensor) -> Tensor:
 
 def last_output(model: Any, y: Tensor) -> Tensor:
     model.hidden = model.later = y
-    model.past.append(y)
+    model.past[:] = [y]
     return y
 
 

@@ -403,7 +403,7 @@ def test_a_value_that_only_a_later_call_reads_is_refused(start: Any) -> None:
     played = tutti.distribute(step, model, optimizer)
     for _ in range(2):
         played(*batch)
-    with pytest.raises(CaptureError, match="reads kept, which its earlier calls have set"):
+    with pytest.raises(tutti.TuttiError, match=r"kept is not kept after a call[\s\S]*0 \* kept"):
         played(*batch)
 
 

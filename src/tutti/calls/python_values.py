@@ -79,11 +79,13 @@ class PythonValues:
 
     def note_changed(self, captured: Captured) -> None:
         """Record the changes of a trace, for checkpoints."""
-        self.changed |= {entry.name for effect in captured.effects for entry in effect.entries}
+        read = (effect for effect in captured.effects if not effect.inspected)
+        self.changed |= {entry.name for effect in read for entry in effect.entries}
         self.changed |= set(captured.outside) & set(captured.updated)
 
-    def apply(self, effects: Sequence[Effect], results: Sequence[Any]) -> None:
-        """Store a step's results in their places."""
+    def apply(self, captured: Captured, results: Sequence[Any]) -> None:
+        """Store a step's results in their places, and mark those of values that calls do not keep."""
+        effects = captured.effects
         for effect, value in zip(effects, values_of(effects, results), strict=True):
             known = self._resolved.get(id(effect))
             if known is None:
@@ -91,6 +93,10 @@ class PythonValues:
                 known = self._resolved[id(effect)] = effect, entries
             for entry in known[1]:
                 entry.put(value)
+        for one in captured.not_kept:
+            entry = self.state.entry_like(one.entry)
+            if entry.get() is not one.placeholder:
+                entry.put(one.placeholder)
 
     def _changed(self, before: PythonState, now: PythonState) -> set[str]:
         old = self._numbers
@@ -111,6 +117,8 @@ class PythonValues:
             for key, value in table.values().items():
                 entry = TableEntry(table, key)
                 if value is MISSING or (id(table), key) in inputs:
+                    continue
+                if state.findings.is_unread(entry.name):
                     continue
                 if state.is_scheduled(entry, value):
                     continue

@@ -20,7 +20,7 @@ from tutti.capture.one_process import communicating_ops, one_process
 from tutti.capture.precision import computing, refuse_other_weights
 from tutti.capture.python.conversions import conversions_read
 from tutti.capture.python.fake_checks import constants_are_not_fake
-from tutti.capture.python.held_values import TableEntry
+from tutti.capture.python.held_values import MISSING, TableEntry
 from tutti.capture.python.host_random import no_host_randomness
 from tutti.capture.python.host_values import values_unknown
 from tutti.capture.python.inputs import fake, fake_mode, fakes, symbol
@@ -33,6 +33,7 @@ from tutti.capture.python.left_values import (
     refuse_kept,
     refuse_lost,
 )
+from tutti.capture.python.not_kept import NotKept
 from tutti.capture.python.outside import lift_outside, read_by, refuse_written
 from tutti.capture.python.python_state import Effect, Findings, Number, PythonState, say_lost
 from tutti.capture.python.read_once import read_once_watched
@@ -100,6 +101,7 @@ class Captured:
     `num_returned` leaves that the step returns. `outside` gives, by name, the places of state that is
     neither the model's nor an optimizer's. `trained` gives, by name, the `requires_grad` of parameters that
     the step changes. With `other_modes` it leaves modules in other modes than those that it depends on.
+    `not_kept` are the values in modules that it leaves there on one device only.
     """
 
     graph: fx.Graph
@@ -118,11 +120,32 @@ class Captured:
     reads: Reads = field(default_factory=Reads)
     trained: dict[str, bool] = field(default_factory=dict)
     other_modes: bool = False
+    not_kept: list[NotKept] = field(default_factory=list)
 
     @property
     def num_results(self) -> int:
         """The number of results of the step and of its effects; the values that it reads follow."""
         return self.num_returned + sum(e.num_leaves for e in self.effects)
+
+    @property
+    def inspects(self) -> bool:
+        """Whether some of its results are values that no call reads."""
+        return any(effect.inspected for effect in self.effects)
+
+    def without_inspected(self) -> Captured:
+        """The same step without these results."""
+        made = copied(self)
+        leaves, updates = made.output
+        at, kept = self.num_returned, leaves[: self.num_returned]
+        for effect in self.effects:
+            if not effect.inspected:
+                kept = [*kept, *leaves[at : at + effect.num_leaves]]
+            at += effect.num_leaves
+        made.graph.output_node().args = (([*kept, *leaves[at:]], updates),)
+        made.graph.eliminate_dead_code()
+        gone = [NotKept.coupled(e.entries[0]) for e in self.effects if e.inspected]
+        effects = [effect for effect in self.effects if not effect.inspected]
+        return replace(made, effects=effects, not_kept=[*self.not_kept, *gone])
 
     def placeholder(self, name: str) -> fx.Node:
         """The placeholder of input `name`."""
@@ -293,6 +316,8 @@ class _Lifted:
         self.left: list[LeftValue] = []  # in buffers that were None
         self.lost: list[LeftValue] = []
         self.with_tensors: list[tuple[Effect, LeftValue]] = []
+        self.resized: list[tuple[str, int, int]] = []
+        self.not_kept: list[NotKept] = []
         self.sharing: list[str] = []  # state that has a weight's memory after the step
         self.effects: list[Effect] = []
         self.changed: set[str] = set()
@@ -345,13 +370,19 @@ class _Lifted:
             for one in self.lost:
                 if not self.python.holds_value_of_module(one.entry):
                     say_lost(one)
+                elif one.value is not MISSING and not one.is_item:
+                    self.not_kept.append(NotKept.of(one))
         unread, findings = self._unread(traced), self.python.findings
-        self._leave_out(traced, unread)
+        values = {id(effect): one for effect, one in self.with_tensors}
+        dropped = {i for i in unread if not values[i].has_numbers_alone}
+        self._leave_out(traced, dropped)
+        self.effects = [replace(e, inspected=id(e) in unread) for e in self.effects]
         for effect, one in self.with_tensors:
-            if id(effect) in unread:
-                findings.dropped.add(one.entry.name)
-            elif effect.condition is not None:
-                findings.refuse_dropped(one.entry.name)
+            if id(effect) in dropped:
+                self.not_kept.append(NotKept.of(one))
+        findings.unread |= {values[i].entry.name for i in unread}
+        findings.unread |= {x.entry.name for x in self.not_kept}
+        findings.unread -= {e.entries[0].name for e in self.effects if not e.inspected}
 
     def _unread(self, traced: fx.GraphModule) -> set[int]:
         """The ids of effects with a condition on which neither this call nor the next one depends."""
@@ -382,7 +413,7 @@ class _Lifted:
 
     def _call(self, traced: fx.GraphModule) -> LeftTrace:
         effects = tuple((e.entries[0].name, e.num_leaves) for e in self.effects)
-        return LeftTrace(traced, self.num_returned, effects)
+        return LeftTrace(traced, self.num_returned, effects, tuple(self.resized))
 
     def _later_trace(self, left: Sequence[LeftValue]) -> LeftTrace | None:
         """A trace that starts with the values `left`; None if it fails. This object stays as it is."""
@@ -466,6 +497,7 @@ class _Lifted:
             self.left = self.tables.left(begun.stand_ins)
             self.effects, self.changed = begun.effects(), begun.changed
             self.with_tensors, self.lost = begun.with_tensors, begun.lost
+            self.resized = begun.resized
             self.stand_ins = begun.stand_ins
         out, self.returned = flattened(returnable(result))
         self.num_returned = len(out)
@@ -482,8 +514,7 @@ class _Lifted:
         """Make state of the tensors outside that the step reads."""
         given = (traced, self.python.tensors(), self.stand_ins, len(self.state), self.mode)
         state, fakes, self.outside = lift_outside(*given)
-        for name in self.outside:
-            self.python.findings.refuse_dropped(name)
+        self.python.findings.unread -= {*self.outside}
         at = len(self.state)
         self.names[at:at], self.inputs[at:at] = [s.name for s in state], fakes
         self.state = [*self.state, *state]
@@ -613,6 +644,7 @@ def _collect(functional: fx.GraphModule, lifted: _Lifted) -> Captured:
         reads=lifted.reads,
         trained=lifted.trained,
         other_modes=lifted.other_modes,
+        not_kept=lifted.not_kept,
     )
 
 

@@ -36,7 +36,7 @@ from tutti.job import Job
 from tutti.layout import Sharding
 from tutti.modes.compiled_program import Compiled
 from tutti.partition.partition import Program, partition
-from tutti.pipeline.ready import in_time
+from tutti.pipeline.ready import for_time, in_time
 from tutti.planner.placement.placement import found_seeds
 from tutti.propagate.plan import plan
 from tutti.replicas import replica_rows
@@ -185,13 +185,16 @@ class Plain:
             captured = running.captures.of(*known, batch, renewed, captured_with)
         refuse_other_layouts(captured, job.layout)
         dims = job.dims(batch)
-        guard, own = guard_of(captured), copied(captured)
-        shardings = {"known": home.compute, "dims": dims, "ready": job.found}
-        seeds = found_seeds(captured, job.layout, job.place, **shardings)
-        rest: dict[str, Any] = {"known": home.compute, "dims": dims, "shards": named, **seeds}
-        made = plan(own, job.layout, job.place, **rest)
-        home.compute.update(made.compute)
-        return partition(made, strict=STRICT.read()), guard
+
+        def program_of(captured: Captured) -> Program:
+            shardings = {"known": home.compute, "dims": dims, "ready": job.found}
+            seeds = found_seeds(captured, job.layout, job.place, **shardings)
+            rest: dict[str, Any] = {"known": home.compute, "dims": dims, "shards": named, **seeds}
+            made = plan(copied(captured), job.layout, job.place, **rest)
+            home.compute.update(made.compute)
+            return partition(made, strict=STRICT.read())
+
+        return for_time(captured, job.layout, program_of), guard_of(captured)
 
     def program_of(self, batch: tuple[Any, ...]) -> Program:
         """The program for `batch`; copies take a first step of another form before."""

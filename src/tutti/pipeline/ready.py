@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from torch import fx
 
-from tutti.errors import ScheduleError
+from tutti.capture.step import Captured
+from tutti.errors import ScheduleError, ShardingError
 from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.passes.pass_table import left_out_by_environment, ready_to_split, refuse_unknown
@@ -39,6 +40,20 @@ def in_time(
 def refuse_coupled(program: Program) -> None:
     """Raise `ShardingError` if the step of a layout with `micro` couples the samples of a batch."""
     moments_of(_ready(program, None), program.layout.micro, program.layout)
+
+
+def for_time(captured: Captured, layout: Layout, made: Callable[[Captured], Program]) -> Program:
+    """The program that `made` gives for a captured step under a layout.
+
+    With `micro` it is without the values for inspection, if they couple the samples of a batch.
+    """
+    program = made(captured)
+    if layout.in_time and captured.inspects:
+        try:
+            refuse_coupled(program)
+        except ShardingError:
+            return made(captured.without_inspected())
+    return program
 
 
 def _ready(program: Program, without: Collection[str] | None) -> fx.Graph:

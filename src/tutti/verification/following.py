@@ -44,7 +44,8 @@ def plays_again(captured: Captured, feed: Mapping[str, Any]) -> bool:
     if captured.trained or captured.other_modes:
         return False
     known = {*feed, *captured.outside}
-    inner = [_named(e, v) for e, v in zip(captured.effects, _shapes(captured), strict=True)]
+    both = zip(captured.effects, _shapes(captured), strict=True)
+    inner = [_named(effect, value) for effect, value in both if not effect.inspected]
     if not all(name in known for names in inner for name in names):
         return False
     numbers = {n: x for n, x in feed.items() if not isinstance(x, Tensor)}

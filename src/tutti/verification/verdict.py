@@ -26,7 +26,7 @@ from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.passes.pass_table import left_out_by_environment, optimized, optional_names
 from tutti.passes.target import Target
-from tutti.pipeline.ready import in_time
+from tutti.pipeline.ready import for_time, in_time
 from tutti.planner.placement.placement import found_seeds
 from tutti.propagate.batch_dim import Dims
 from tutti.propagate.plan import plan
@@ -199,8 +199,12 @@ class Subject:
         """The partitioned program under `layout`; `dims` are those of the samples, if given."""
         assert layout.precision == self.precision, f"captured in {self.precision}"
         refuse_other_layouts(self.captured, layout)
-        seeds = found_seeds(self.captured, layout, place or {}, dims=dims)
-        return partition(plan(copied(self.captured), layout, place, dims=dims, **seeds))
+
+        def made(captured: Captured) -> Program:
+            seeds = found_seeds(captured, layout, place or {}, dims=dims)
+            return partition(plan(copied(captured), layout, place, dims=dims, **seeds))
+
+        return for_time(self.captured, layout, made)
 
     def verdict(
         self,
@@ -268,18 +272,27 @@ class Subject:
         aligned: bool = False,
     ) -> PartitionComparison:
         """One device beside the result of `play` for the program; `aligned`: part by part."""
+        captured, wide = self._wide
+        if captured.inspects and not program.captured.inspects:
+            captured, wide = self._wide_without_inspected
         if not aligned:
             rest = program, self.start, feed, seed
-            return PartitionComparison(self.captured, *rest, played=play(program), wide=self._wide)
+            return PartitionComparison(captured, *rest, played=play(program), wide=wide)
         seen = observed(program)
         rest = seen.program, self.start, feed, seed
         made = play(seen.program)
-        return AlignedPartition(seen, self.captured, *rest, played=made, wide=self._wide)
+        return AlignedPartition(seen, captured, *rest, played=made, wide=wide)
 
     @cached_property
-    def _wide(self) -> Promoted:
-        """The captured graph in float64, for every comparison; it lasts as long as this subject."""
-        return promoted(self.captured.graph, self.captured.owner)
+    def _wide(self) -> tuple[Captured, Promoted]:
+        """The captured step, and its graph in float64, for every comparison."""
+        return self.captured, promoted(self.captured.graph, self.captured.owner)
+
+    @cached_property
+    def _wide_without_inspected(self) -> tuple[Captured, Promoted]:
+        """The same without the values for inspection."""
+        captured = self.captured.without_inspected()
+        return captured, promoted(captured.graph, captured.owner)
 
     def _compared(self, program: Program, play: Callable[[Program], Played]) -> Errors:
         """The errors of `play`'s result for the program: by a closer comparison, if there seem to be any."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from tutti.capture.python.contents import refused_change
 from tutti.capture.python.held_values import ITEM, MEMBER, MISSING, Table, TableEntry
 from tutti.capture.python.inputs import fake
 from tutti.errors import CaptureError
@@ -59,6 +60,17 @@ class LeftValue:
         """Whether one of these tensors is in the value."""
         known = {id(x) for x in tensors}
         return any(id(x) in known for x in tensors_in(self.value))
+
+    @property
+    def has_numbers_alone(self) -> bool:
+        """Whether each tensor of it has one element."""
+        sizes = (n for x in tensors_in(self.value) for n in x.shape)
+        return all(isinstance(n, int) and n == 1 for n in sizes)  # no symbol, which may be 1 now
+
+    @property
+    def is_item(self) -> bool:
+        """Whether it is in a list."""
+        return self.entry.table.kind == ITEM and isinstance(self.entry.table.find(), list)
 
     def refused_alias(self) -> CaptureError:
         """The error for state of the step that the next call reads at this place."""
@@ -156,11 +168,15 @@ class ModuleTables:
 
 @dataclass(frozen=True)
 class LeftTrace:
-    """A trace, and the leaves of its results: the returned ones, then by name those of each effect."""
+    """A trace, and the leaves of its results: the returned ones, then by name those of each effect.
+
+    `resized` has the lists in modules with another length at its end: name, length before and after.
+    """
 
     traced: fx.GraphModule
     num_returned: int
     effects: tuple[tuple[str, int], ...]
+    resized: tuple[tuple[str, int, int], ...] = ()
 
     def results(self) -> dict[str, list[Any]]:
         """By name, the leaves; of returned values by ""."""
@@ -180,8 +196,13 @@ def refuse_kept(left: Sequence[LeftValue], later: LeftTrace) -> None:
 
 
 def refuse_lost(left: Sequence[LeftValue], first: LeftTrace, later: LeftTrace) -> None:
-    """Raise `CaptureError` if a trace that starts with the values `left` computes other results."""
+    """Raise `CaptureError` if a trace that starts with the values `left` computes other results.
+
+    Also for a list that grows at each call: a list that each call fills anew has one length.
+    """
     refuse_kept(left, later)
+    for one in later.resized:
+        raise refused_change(*one)
     if not are_alike(first, later):
         raise left[0].refused()
 

@@ -12,6 +12,7 @@ a constant, assigned again after each call. The end of a trace restores all valu
 from __future__ import annotations
 
 import contextlib
+import re
 import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -66,14 +67,15 @@ class Effect:
     """The value that a step assigns to `entries`: `num_leaves` leaves of `spec`, among the last results of
     its graph.
 
-    With a `condition` it counts only if this step reads one of these tensors, or the next one depends on the
-    value: modules keep values for inspection.
+    With a `condition` a tensor of several elements counts only if this step reads one of these tensors, or
+    the next one depends on the value: modules keep values for inspection. `inspected`: no call reads it.
     """
 
     entries: tuple[TableEntry, ...]
     spec: TreeSpec
     num_leaves: int
     condition: tuple[Tensor, ...] | None = field(default=None, repr=False)
+    inspected: bool = False
 
     def value(self, leaves: Sequence[Any]) -> Any:
         """The value to assign."""
@@ -89,6 +91,10 @@ def values_of(effects: Sequence[Effect], results: Sequence[Any]) -> list[Any]:
     return found
 
 
+# The places in a name that begin an item or an attribute of the value with the name before it.
+_INSIDE = re.compile(r"[.\[]")
+
+
 @dataclass
 class Findings:
     """Knowledge of the numbers of one step from its calls so far, by name of an entry.
@@ -96,24 +102,22 @@ class Findings:
     Args:
         varying: numbers that have changed, and so are inputs.
         fixed: numbers that must be constants, since a trace reads their values.
-        dropped: values that a program of the step does not keep, since it does not read them.
+        unread: values that the step leaves in modules, and no call reads: no trace depends on them.
         held: by id, tensors whose ids the step's Python has: no other object may get these ids.
     """
 
     varying: set[str] = field(default_factory=set)
     fixed: set[str] = field(default_factory=set)
-    dropped: set[str] = field(default_factory=set)
+    unread: set[str] = field(default_factory=set)
     held: dict[int, Tensor] = field(default_factory=dict)
     _expected: bool = False
 
-    def refuse_dropped(self, name: str) -> None:
-        """Raise `CaptureError` for a value that an earlier program has not kept, and this one reads."""
-        if name in self.dropped:
-            raise CaptureError(
-                f"the step reads {name}, which its earlier calls have set without reading it",
-                why="values that no call reads are not kept",
-                fix=f"read it in each call: 0 * {name}; or make it a buffer of the model",
-            )
+    def is_unread(self, name: str) -> bool:
+        """Whether a value is one that no call reads, or in one."""
+        unread = self.unread
+        return bool(unread) and (
+            name in unread or any(name[: m.start()] in unread for m in _INSIDE.finditer(name))
+        )
 
     def expect(self, state: PythonState) -> None:
         """Before the first trace: expect changes of the numbers to which the step's code assigns."""
@@ -187,10 +191,15 @@ class PythonState:
         """The hashable key of a trace: each value with its type, inputs by name and type alone."""
         inputs = {(id(entry.table), entry.key): n.name for n in self.numbers for entry in n.entries}
         found: list[Any] = []
+        is_unread = self.findings.is_unread
         for name, entry, value in named(self.tables):
+            if is_unread(name):
+                continue
             given = inputs.get((id(entry.table), entry.key))
             free = given is not None or self.is_scheduled(entry, value)
             seen = type(value) if given is not None else None if free else sign(value)
+            if self.findings.unread and isinstance(value, dict):
+                seen = (type(value), sum(not is_unread(f"{name}[{key!r}]") for key in value))
             found.append((name, given, seen))
         return tuple(found)
 
@@ -328,6 +337,8 @@ class BegunTrace:
         self.with_tensors: list[tuple[Effect, LeftValue]] = []
         # Values that calls cannot leave again.
         self.lost: list[LeftValue] = []
+        # Lists in modules whose length has changed: name, length before and after.
+        self.resized: list[tuple[str, int, int]] = []
 
     def effects(self) -> list[Effect]:
         """The step's assignments so far; also sets `leaves` to their leaves.
@@ -343,8 +354,11 @@ class BegunTrace:
             if not table.writable:  # another tuple is a change of its holder
                 continue
             now = table.values()
-            if id(table.find()) not in self.state._of_model:
-                _refuse_other_length(table, before, now)
+            if _is_list(table) and len(before) != len(now):
+                resized = table.prefix, len(before), len(now)
+                if id(table.find()) not in self.state._of_model:
+                    raise refused_change(*resized)
+                self.resized.append(resized)
             for key in _all_keys(table) - keys:
                 now[key] = table.find()[key]
             for key, value in now.items():
@@ -425,11 +439,6 @@ def say_lost(one: LeftValue) -> None:
         f"{one.entry.name} stays as it is: the step {what}, which happens in Python, where it runs once",
         stacklevel=2,
     )
-
-
-def _refuse_other_length(table: Table, before: Mapping[Any, Any], now: Mapping[Any, Any]) -> None:
-    if _is_list(table) and len(before) != len(now):
-        raise refused_change(table.prefix, len(before), len(now))
 
 
 def _is_list(table: Table) -> bool:
