@@ -189,6 +189,23 @@ def filled_anew(block: Any, y: Tensor) -> Tensor:
     return y + block.seen[0].mean()
 
 
+def test_a_number_may_become_a_tensor() -> None:
+    def keep(block: Any, y: Tensor) -> None:
+        block.last = 0.0
+        block.last = block.last + y.detach().mean()
+
+    step, model, x = distributed(keep)
+    for block in model.children():
+        block.last = 0.0
+    plain: Any = copy.deepcopy(model)
+    for k in range(3):
+        step(x)
+        if not k:
+            plain(x)
+            assert left_in(model) == left_in(plain)
+    assert step._num_traces <= 2
+
+
 def test_a_list_that_each_call_fills_anew_may_stay() -> None:
     step, model, x = distributed(filled_anew)
     step(x)

@@ -383,6 +383,8 @@ class _Lifted:
         findings.unread |= {values[i].entry.name for i in unread}
         findings.unread |= {x.entry.name for x in self.not_kept}
         findings.unread -= {e.entries[0].name for e in self.effects if not e.inspected}
+        # a number that was there before is an input
+        findings.unread -= {entry.name for n in self.python.numbers for entry in n.entries}
 
     def _unread(self, traced: fx.GraphModule) -> set[int]:
         """The ids of effects with a condition on which neither this call nor the next one depends."""
