@@ -51,7 +51,7 @@ class Outside:
 
 def refuse_where_served(captured: Captured) -> None:
     """Servers keep only variables and their slots: each worker would have its own copy of other state."""
-    effects = (effect for effect in captured.effects if not effect.inspected)
+    effects = (effect for effect in captured.effects if effect.may_be_read)
     changed = [entry.name for effect in effects for entry in effect.entries]
     changed += [n for n in captured.updated if n in captured.outside]
     if changed:

@@ -79,7 +79,7 @@ class PythonValues:
 
     def note_changed(self, captured: Captured) -> None:
         """Record the changes of a trace, for checkpoints."""
-        read = (effect for effect in captured.effects if not effect.inspected)
+        read = (effect for effect in captured.effects if effect.may_be_read)
         self.changed |= {entry.name for effect in read for entry in effect.entries}
         self.changed |= set(captured.outside) & set(captured.updated)
 
@@ -140,7 +140,9 @@ class PythonValues:
         self._strict, self._held = strict, held
         self._holders = state.holders
         self._held_by = [*chain.from_iterable(map(call, self._holders))]
-        sized = (table.sized for table in state.tables if table.writable)
+        appended = state.findings.appended
+        tables = (t for t in state.tables if t.writable and t.prefix not in appended)
+        sized = (table.sized for table in tables)
         self._sized = [x for x in sized if x is not None]
         self._size = sum(map(len, self._sized))
         self._plan_inputs(state.numbers)

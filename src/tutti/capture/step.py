@@ -18,6 +18,7 @@ from tutti.capture.batch import called, taken
 from tutti.capture.forms import flattened, returnable
 from tutti.capture.one_process import communicating_ops, one_process
 from tutti.capture.precision import computing, refuse_other_weights
+from tutti.capture.python.appended import TraceAgain
 from tutti.capture.python.conversions import conversions_read
 from tutti.capture.python.fake_checks import constants_are_not_fake
 from tutti.capture.python.held_values import MISSING, TableEntry
@@ -246,6 +247,8 @@ def _traced(prepared: Callable[..., _Lifted], findings: Findings) -> tuple[_Lift
         lifted = prepared(*ways[-1:])
         try:
             traced = lifted.traced()
+        except TraceAgain:
+            continue
         except (Exception, SystemExit) as error:
             other = None
             if not isinstance(error, TuttiError):
@@ -268,9 +271,10 @@ def _traced(prepared: Callable[..., _Lifted], findings: Findings) -> tuple[_Lift
         elif new:
             findings.varying |= new
         else:
-            lifted.settle(traced)
-            lifted.lift_outside(traced)
-            return lifted, traced
+            with contextlib.suppress(TraceAgain):
+                lifted.settle(traced)
+                lifted.lift_outside(traced)
+                return lifted, traced
 
 
 class _Lifted:
@@ -317,6 +321,7 @@ class _Lifted:
         self.lost: list[LeftValue] = []
         self.with_tensors: list[tuple[Effect, LeftValue]] = []
         self.resized: list[tuple[str, int, int]] = []
+        self.added: list[LeftValue] = []
         self.not_kept: list[NotKept] = []
         self.sharing: list[str] = []  # state that has a weight's memory after the step
         self.effects: list[Effect] = []
@@ -362,11 +367,13 @@ class _Lifted:
 
     def settle(self, traced: fx.GraphModule) -> None:
         """Drop the effects that no call reads; refuse values that the next call reads and cannot have."""
-        if self.lost:
-            first, later = self._call(traced), self._later_trace(self.lost)
+        if lost := [*self.lost, *self.added]:
+            first, later = self._call(traced), self._later_trace(lost)
             if later is None:  # the first trace has not failed
-                raise self.lost[0].refused()
-            refuse_lost(self.lost, first, later)
+                raise lost[0].refused()
+            for name, *_ in later.resized:
+                self.python.findings.append_to(name)
+            refuse_lost(lost, first, later)
             for one in self.lost:
                 if not self.python.holds_value_of_module(one.entry):
                     say_lost(one)
@@ -499,7 +506,7 @@ class _Lifted:
             self.left = self.tables.left(begun.stand_ins)
             self.effects, self.changed = begun.effects(), begun.changed
             self.with_tensors, self.lost = begun.with_tensors, begun.lost
-            self.resized = begun.resized
+            self.resized, self.added = begun.resized, begun.added
             self.stand_ins = begun.stand_ins
         out, self.returned = flattened(returnable(result))
         self.num_returned = len(out)

@@ -27,7 +27,7 @@ def to_save(values: PythonValues) -> dict[str, Tensor]:
         return found
     values.walk()
     for name, entry in _entries(values).items():
-        if name not in values.changed:
+        if name not in values.changed or name in values.findings.appended:
             continue
         value = entry.get()
         if isinstance(value, Tensor):

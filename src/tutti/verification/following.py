@@ -45,7 +45,7 @@ def plays_again(captured: Captured, feed: Mapping[str, Any]) -> bool:
         return False
     known = {*feed, *captured.outside}
     both = zip(captured.effects, _shapes(captured), strict=True)
-    inner = [_named(effect, value) for effect, value in both if not effect.inspected]
+    inner = [_named(effect, value) for effect, value in both if effect.may_be_read]
     if not all(name in known for names in inner for name in names):
         return False
     numbers = {n: x for n, x in feed.items() if not isinstance(x, Tensor)}

@@ -86,7 +86,8 @@ def refused_change(name: str, *lengths: int) -> CaptureError:
         return CaptureError(
             f"the step changes len({name}) in Python ({before}, then {after})",
             why="the step is captured once: what it appends would be that of this call for ever",
-            fix="return it from the step, and append it outside",
+            fix="a step may append to a list, but use it in no other way; or return the value, and append it "
+            "outside",
         )
     return CaptureError(
         f"the step changes what is in {name} in Python",

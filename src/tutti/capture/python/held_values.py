@@ -21,6 +21,7 @@ from torch import Tensor
 
 ITEM, MEMBER, SCOPE, SLOT, CELL = "item", "member", "scope", "slot", "cell"
 MISSING = object()  # in place of a missing value
+END = object()  # the key of the place behind the last item of a list
 # The errors of a reader for a missing value.
 GONE = (KeyError, ValueError, AttributeError, IndexError)
 
@@ -44,7 +45,7 @@ class Table:
 
     def name(self, key: Any) -> str:
         """The name of a value in messages and checkpoints."""
-        if self.kind == CELL:
+        if self.kind == CELL or key is END:
             return self.prefix
         if self.kind != ITEM:
             return f"{self.prefix}{key}"
@@ -77,9 +78,11 @@ class Table:
         return {key: getattr(held, key, MISSING) for key in self.keys or ()}
 
     def put(self, key: Any, value: Any) -> None:
-        """Set the value of `key`; `MISSING` deletes it."""
+        """Set the value of `key`; `MISSING` deletes it. Behind the `END` of a list come several values."""
         held = self.find()
-        if self.kind == CELL:
+        if key is END:
+            held.extend(value)
+        elif self.kind == CELL:
             if value is MISSING:
                 del held.cell_contents
             else:

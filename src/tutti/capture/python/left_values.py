@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,7 +47,8 @@ class LeftValue:
     def put(self) -> None:
         """Put the value there again."""
         held, key = self.entry.table.find(), self.entry.key
-        if isinstance(held, list) and self.entry.table.kind == ITEM and key >= len(held):
+        of_items = self.entry.table.kind == ITEM and isinstance(held, list | deque)
+        if of_items and key >= len(held):
             held.append(self.value)
         else:
             self.entry.put(self.value)

@@ -15,16 +15,28 @@ import contextlib
 import re
 import types
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tutti.capture.python.appended import Appended, TraceAgain, is_longer, put_in_place
 from tutti.capture.python.contents import contents, refused_change
-from tutti.capture.python.held_values import ITEM, MEMBER, MISSING, Table, TableEntry, named
+from tutti.capture.python.held_values import (
+    END,
+    ITEM,
+    MEMBER,
+    MISSING,
+    Table,
+    TableEntry,
+    named,
+    plain_sequence,
+)
 from tutti.capture.python.identities import Identities
 from tutti.capture.python.left_values import LeftValue, tensors_in, varies
 from tutti.capture.python.optimizer_tables import group_tables, holders, slot_tables
@@ -69,6 +81,7 @@ class Effect:
 
     With a `condition` a tensor of several elements counts only if this step reads one of these tensors, or
     the next one depends on the value: modules keep values for inspection. `inspected`: no call reads it.
+    `appends`: several values, which come behind the items of a list.
     """
 
     entries: tuple[TableEntry, ...]
@@ -76,6 +89,19 @@ class Effect:
     num_leaves: int
     condition: tuple[Tensor, ...] | None = field(default=None, repr=False)
     inspected: bool = False
+    appends: bool = False
+
+    @property
+    def may_be_read(self) -> bool:
+        """Whether later calls of the step may read the value."""
+        return not self.inspected and not self.appends
+
+    def now(self) -> Any:
+        """The value in its place."""
+        if not self.appends:
+            return self.entries[0].get()
+        items = list(plain_sequence(self.entries[0].table.find()))
+        return items[len(items) - self.spec.num_children :]
 
     def value(self, leaves: Sequence[Any]) -> Any:
         """The value to assign."""
@@ -103,21 +129,32 @@ class Findings:
         varying: numbers that have changed, and so are inputs.
         fixed: numbers that must be constants, since a trace reads their values.
         unread: values that the step leaves in modules, and no call reads: no trace depends on them.
+        appended: lists to which the step appends, and which it does not read: no trace depends on them.
+        used: longer lists that the step reads, too.
         held: by id, tensors whose ids the step's Python has: no other object may get these ids.
     """
 
     varying: set[str] = field(default_factory=set)
     fixed: set[str] = field(default_factory=set)
     unread: set[str] = field(default_factory=set)
+    appended: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
     held: dict[int, Tensor] = field(default_factory=dict)
     _expected: bool = False
 
     def is_unread(self, name: str) -> bool:
         """Whether a value is one that no call reads, or in one."""
-        unread = self.unread
-        return bool(unread) and (
-            name in unread or any(name[: m.start()] in unread for m in _INSIDE.finditer(name))
-        )
+        unread, appended = self.unread, self.appended
+        if not unread and not appended:
+            return False
+        outer = [name[: m.start()] for m in _INSIDE.finditer(name)]
+        return name in unread or any(x in unread or x in appended for x in outer)
+
+    def append_to(self, name: str) -> None:
+        """Trace again with a list that notes what the step does with it; nothing for a list that it reads."""
+        if name not in self.used and name not in self.appended:
+            self.appended.add(name)
+            raise TraceAgain
 
     def expect(self, state: PythonState) -> None:
         """Before the first trace: expect changes of the numbers to which the step's code assigns."""
@@ -171,6 +208,8 @@ class PythonState:
     def _is_input(self, name: str, entry: TableEntry, value: Any) -> bool:
         if not is_plain_number(value) or name in self.findings.fixed or not entry.table.writable:
             return False
+        if self.findings.is_unread(name):
+            return False
         return name in self.findings.varying and not self.is_scheduled(entry, value)
 
     def is_scheduled(self, entry: TableEntry, value: Any) -> bool:
@@ -198,7 +237,9 @@ class PythonState:
             given = inputs.get((id(entry.table), entry.key))
             free = given is not None or self.is_scheduled(entry, value)
             seen = type(value) if given is not None else None if free else sign(value)
-            if self.findings.unread and isinstance(value, dict):
+            if name in self.findings.appended:
+                seen = type(value)
+            elif self.findings.unread and isinstance(value, dict):
                 seen = (type(value), sum(not is_unread(f"{name}[{key!r}]") for key in value))
             found.append((name, given, seen))
         return tuple(found)
@@ -224,7 +265,7 @@ class PythonState:
                 kept.put_back()
             for table, values, keys, items in before:
                 if items is not None:
-                    table.find()[:] = items
+                    _put_items(table.find(), items)
                     continue
                 now = table.values() | {k: table.find()[k] for k in _all_keys(table) - keys}
                 for key, value in now.items():
@@ -264,7 +305,8 @@ class PythonState:
                 entry.put(stand_ins[id(value)])
         self._identities = Identities({**stand_ins, **state})
         self._inside.enter_context(self._identities.inside_of(self.tables))
-        return BegunTrace(self, stand_ins)
+        appended = put_in_place(self.tables, self.findings.appended)
+        return BegunTrace(self, stand_ins, appended)
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Keep those of `tensors` whose ids the step's containers have."""
@@ -280,7 +322,7 @@ class PythonState:
         if self._by_name is None:
             every = [(name, one) for name, one, value in named(self.tables) if value is not MISSING]
             self._by_name = dict(reversed(every))
-        if entry.name in self._by_name:
+        if entry.key is not END and entry.name in self._by_name:
             return self._by_name[entry.name]
         table = self._by_prefix.get((entry.table.kind, entry.table.prefix))
         return entry if table is None else TableEntry(table, entry.key)
@@ -324,8 +366,13 @@ class Untouched:
 class BegunTrace:
     """A trace in progress: all values at its start, with the symbols."""
 
-    def __init__(self, state: PythonState, stand_ins: Mapping[int, Tensor]) -> None:
-        self.state = state
+    def __init__(
+        self,
+        state: PythonState,
+        stand_ins: Mapping[int, Tensor],
+        appended: Sequence[tuple[Table, Appended]] = (),
+    ) -> None:
+        self.state, self._appended = state, appended
         # By id of the tensor that it replaces.
         self.stand_ins = stand_ins
         self._before = [(t, t.values(), _all_keys(t)) for t in state.tables]
@@ -337,6 +384,8 @@ class BegunTrace:
         self.with_tensors: list[tuple[Effect, LeftValue]] = []
         # Values that calls cannot leave again.
         self.lost: list[LeftValue] = []
+        # Values behind the former end of lists.
+        self.added: list[LeftValue] = []
         # Lists in modules whose length has changed: name, length before and after.
         self.resized: list[tuple[str, int, int]] = []
 
@@ -357,6 +406,8 @@ class BegunTrace:
             if _is_list(table) and len(before) != len(now):
                 resized = table.prefix, len(before), len(now)
                 if id(table.find()) not in self.state._of_model:
+                    if is_longer(table, [*before.values()], [*now.values()]):
+                        self.state.findings.append_to(table.prefix)
                     raise refused_change(*resized)
                 self.resized.append(resized)
             for key in _all_keys(table) - keys:
@@ -370,6 +421,7 @@ class BegunTrace:
         for number in self.state.numbers:
             if effect := self._of_number(number, changed):
                 found.append(effect)
+        found += filter(None, starmap(self._of_appended, self._appended))
         for entry, value in changed.values():
             leaves, spec = tree_flatten(value)
             self.leaves += leaves
@@ -377,6 +429,21 @@ class BegunTrace:
             if found[-1].condition is not None or any(isinstance(x, Tensor) for x in leaves):
                 self.with_tensors.append((found[-1], LeftValue(entry, value)))
         return found
+
+    def _of_appended(self, table: Table, appended: Appended) -> Effect | None:
+        """The effect of what the step appends to a list."""
+        findings, added = self.state.findings, appended.added
+        leaves, spec = tree_flatten(added)
+        if appended.has_other_uses or not all(isinstance(x, (*_KEPT, *SYMBOLS)) for x in leaves):
+            findings.used.add(table.prefix)
+            findings.appended.discard(table.prefix)
+            raise TraceAgain
+        if not added:
+            return None
+        at = len(plain_sequence(table.find()))
+        self.added += [LeftValue(TableEntry(table, at + i), x) for i, x in enumerate(added)]
+        self.leaves += leaves
+        return Effect((TableEntry(table, END),), spec, len(leaves), appends=True)
 
     def _condition(self, entry: TableEntry, leaves: Sequence[Any]) -> tuple[Tensor, ...] | None:
         if not self.state.holds_value_of_module(entry):
@@ -453,9 +520,20 @@ def _all_keys(table: Table) -> set[Any]:
 
 
 def _items(table: Table) -> list[Any] | None:
-    """The items of a list, to restore it whole if its length changes."""
+    """The items of a list or a deque, to restore it whole if its length changes."""
     held = table.find()
-    return list(held) if table.kind == ITEM and isinstance(held, list) else None
+    of_items = table.kind == ITEM and isinstance(held, list | deque)
+    return list(plain_sequence(held)) if of_items else None
+
+
+def _put_items(held: Any, items: list[Any]) -> None:
+    """Restore the items of a list or a deque."""
+    if isinstance(held, deque):
+        if [*map(id, held)] != [*map(id, items)]:
+            held.clear()
+            held.extend(items)
+    else:
+        held[:] = items
 
 
 def _tables_of(module: nn.Module) -> Iterator[Any]:
