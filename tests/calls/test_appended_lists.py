@@ -200,8 +200,14 @@ def objects(history: list[Any], loss: Tensor) -> None:
     history.append(Fraction(1, 2))
 
 
+def raw_bytes(history: list[Any], loss: Tensor) -> None:
+    history.append(b"loss")
+
+
 @pytest.mark.parametrize(
-    "change", [length, popped, last, stacked, summed, inserted, objects], ids=lambda x: x.__name__
+    "change",
+    [length, popped, last, stacked, summed, inserted, objects, raw_bytes],
+    ids=lambda x: x.__name__,
 )
 def test_a_list_with_other_uses_is_refused(change: Any) -> None:
     history, step = stepped(change)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import re
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from types import TracebackType
@@ -42,6 +43,7 @@ _GENERAL = (
     "call the training step itself, without tutti: where plain PyTorch raises the same, the line is wrong; "
     "where it does not, write the line in another way, or outside of the step"
 )
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _OURS = "this is a mistake of tutti: report it with the traceback of the cause"
 
 
@@ -103,9 +105,17 @@ def _line(error: Exception) -> str:
 
 
 def _within(error: Exception) -> str:
-    """The innermost line of the step in the traceback of `error`; "" without one."""
-    frames = reversed(traceback.extract_tb(error.__traceback__))
-    return next((f"{f.filename}:{f.lineno}" for f in frames if is_users(f.filename)), "")
+    """The innermost line of the step in the traceback of `error`; "" without one.
+
+    A line of the standard library counts only without another.
+    """
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    chosen = [f for f in frames if not _is_standard(f.filename)] or frames
+    return f"{chosen[-1].filename}:{chosen[-1].lineno}" if chosen else ""
+
+
+def _is_standard(path: str) -> bool:
+    return path.startswith(_STANDARD_LIBRARY) and "site-packages" not in path
 
 
 def _general(error: Exception) -> str:

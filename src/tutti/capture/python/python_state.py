@@ -434,7 +434,7 @@ class BegunTrace:
         """The effect of what the step appends to a list."""
         findings, added = self.state.findings, appended.added
         leaves, spec = tree_flatten(added)
-        if appended.has_other_uses or not all(isinstance(x, (*_KEPT, *SYMBOLS)) for x in leaves):
+        if appended.has_other_uses or not all(map(_can_be_kept, leaves)):
             findings.used.add(table.prefix)
             findings.appended.discard(table.prefix)
             raise TraceAgain
@@ -472,7 +472,7 @@ class BegunTrace:
         if is_number(old) and is_number(value):
             self.changed.add(entry.name)
         leaves = [] if value is MISSING else tree_flatten(value)[0]
-        known = value is not MISSING and all(isinstance(x, (*_KEPT, *SYMBOLS)) for x in leaves)
+        known = value is not MISSING and all(map(_can_be_kept, leaves))
         if not known or (old is MISSING and _is_list(entry.table)):
             if varies(value, old) or not any(True for _ in tensors_in(value)):
                 self.lost.append(LeftValue(entry, value))
@@ -496,7 +496,12 @@ def _stand_in(x: Tensor, mode: FakeTensorMode) -> Tensor:
         return fake.requires_grad_(x.requires_grad and x.is_leaf)
 
 
-_KEPT = (*PLAIN, Tensor, type, types.FunctionType)
+_KEPT = (*PLAIN, *SYMBOLS, Tensor, type, types.FunctionType)
+
+
+def _can_be_kept(leaf: Any) -> bool:
+    """Whether a graph can return a leaf."""
+    return isinstance(leaf, _KEPT) and not isinstance(leaf, bytes)
 
 
 def say_lost(one: LeftValue) -> None:
