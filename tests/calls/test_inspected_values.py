@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -178,6 +179,26 @@ def filled_anew(block: Any, y: Tensor) -> Tensor:
     block.seen.clear()
     block.seen.append(y)
     return y + block.seen[0].mean()
+
+
+class Options:
+    def __init__(self, width: int) -> None:
+        self.width, self.form = width, Fraction(1, width)
+
+
+def test_objects_without_tensors_are_made_anew_by_each_trace() -> None:
+    def keep(block: Any, y: Tensor) -> Tensor:
+        if block.last is None:
+            block.last = Options(y.shape[-1])
+        return y / block.last.width
+
+    step, model, x = distributed(keep)
+    plain: Any = copy.deepcopy(model)
+    for batch in (x, x[:4], x[:6]):
+        step(batch)
+    assert model[0].last is None
+    with torch.no_grad():
+        assert model(x).shape == plain(x).shape
 
 
 def test_a_number_may_become_a_tensor() -> None:

@@ -21,7 +21,7 @@ from tutti.capture.precision import computing, refuse_other_weights
 from tutti.capture.python.appended import TraceAgain
 from tutti.capture.python.conversions import conversions_read
 from tutti.capture.python.fake_checks import constants_are_not_fake
-from tutti.capture.python.held_values import MISSING, TableEntry
+from tutti.capture.python.held_values import TableEntry
 from tutti.capture.python.host_random import no_host_randomness
 from tutti.capture.python.host_values import values_unknown
 from tutti.capture.python.inputs import fake, fake_mode, fakes, symbol
@@ -377,7 +377,7 @@ class _Lifted:
             for one in self.lost:
                 if not self.python.holds_value_of_module(one.entry):
                     say_lost(one)
-                elif one.value is not MISSING and not one.is_item:
+                elif one.has_tensors and not one.is_item:
                     self.not_kept.append(NotKept.of(one))
         unread, findings = self._unread(traced), self.python.findings
         values = {id(effect): one for effect, one in self.with_tensors}

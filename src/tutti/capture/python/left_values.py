@@ -70,6 +70,11 @@ class LeftValue:
         return all(isinstance(n, int) and n == 1 for n in sizes)  # no symbol, which may be 1 now
 
     @property
+    def has_tensors(self) -> bool:
+        """Whether it is or holds a tensor."""
+        return any(True for _ in tensors_in(self.value))
+
+    @property
     def is_item(self) -> bool:
         """Whether it is in a list."""
         return self.entry.table.kind == ITEM and isinstance(self.entry.table.find(), list)
