@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -198,6 +199,15 @@ def inserted(history: list[Any], loss: Tensor) -> None:
 
 def objects(history: list[Any], loss: Tensor) -> None:
     history.append(Fraction(1, 2))
+
+
+@pytest.mark.filterwarnings("ignore:time.perf_counter")
+def test_a_clock_is_named_as_a_possible_reason() -> None:
+    _, step = stepped(lambda history, loss: history.append(time.perf_counter()))
+    with pytest.raises(
+        CaptureError, match=r"appends other values than this one to [\s\S]* a clock"
+    ):
+        step(torch.randn(8, 4))
 
 
 def raw_bytes(history: list[Any], loss: Tensor) -> None:

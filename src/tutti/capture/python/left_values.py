@@ -76,8 +76,8 @@ class LeftValue:
 
     @property
     def is_item(self) -> bool:
-        """Whether it is in a list."""
-        return self.entry.table.kind == ITEM and isinstance(self.entry.table.find(), list)
+        """Whether it is in a list or a deque."""
+        return self.entry.table.kind == ITEM and isinstance(self.entry.table.find(), list | deque)
 
     def refused_alias(self) -> CaptureError:
         """The error for state of the step that the next call reads at this place."""
@@ -85,6 +85,14 @@ class LeftValue:
             f"the step keeps a parameter or a buffer in {self.entry.name} from one call to the next",
             why="each call returns values, and the next one would read a copy",
             fix="read it through the model in each call; or keep x.detach().clone()",
+        )
+
+    def refused_item(self) -> CaptureError:
+        """The error for an item of a longer list, where the trace of the next call has another one."""
+        return CaptureError(
+            f"the next call appends other values than this one to {self.entry.table.prefix}",
+            why="it reads the list, or a clock; the step is captured once: its Python would not run again",
+            fix="append it outside of the step",
         )
 
     def refused(self) -> CaptureError:
@@ -211,7 +219,7 @@ def refuse_lost(left: Sequence[LeftValue], first: LeftTrace, later: LeftTrace) -
     for one in later.resized:
         raise refused_change(*one)
     if not are_alike(first, later):
-        raise left[0].refused()
+        raise left[0].refused_item() if left[0].is_item else left[0].refused()
 
 
 def are_alike(one: LeftTrace, other: LeftTrace) -> bool:
