@@ -77,6 +77,29 @@ def test_steps_in_turn_are_those_of_one_device(ranks: Ranks, order: str, layout:
             torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
 
 
+def within_a_block(layout: str) -> str:
+    """The error of the first call of a part's step, within a block of the whole; the block's end counts."""
+    encoder, decoder = parts()
+    steps = steps_of(layout, encoder, decoder)
+    steps["evaluate both"](X)
+    text = ""
+    with tutti.whole([encoder, decoder]), torch.no_grad():
+        try:
+            steps["evaluate"](X)
+        except tutti.TuttiError as error:
+            text = str(error)
+        encoder[0].weight.mul_(0.5)
+    assert torch.equal(model_state(encoder)["0.weight"], parts()[0][0].weight * 0.5)
+    steps["evaluate"](X)
+    return text
+
+
+@pytest.mark.parametrize("layout", ["data=2 zero=3", "pipe=2"])
+def test_a_first_call_within_a_block_of_the_whole_is_refused(ranks: Ranks, layout: str) -> None:
+    for text in ranks.run(within_a_block, layout, n=2):
+        assert "while its model's weights are whole" in text and "test_common_parts.py" in text
+
+
 def under_another_layout(layout: str) -> str:
     encoder, decoder = parts()
     step = steps_of(layout, encoder, decoder)["decoder"]

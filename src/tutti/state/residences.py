@@ -43,6 +43,8 @@ def _beside_others(model: nn.Module, layout: Layout) -> Residence:
         common = {theirs[i][0]: name for i, (name, _) in own.items() if i in theirs}
         if not common:
             continue
+        if home.block is not None:
+            raise home.block.refused()
         if _alike(home.layout, layout):
             made.join(home, common)
         elif any(isinstance(x, StateShard) for i, (_, x) in own.items() if i in theirs):
