@@ -9,6 +9,7 @@ With `rank` one rank alone holds the wholes, and sends its changes.
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 from tutti.capture.state.models import module_of
 from tutti.capture.state.tensor_attributes import user_attributes
 from tutti.comm.collectives.exchange import exchange_texts
+from tutti.comm.collectives.failure import naming
 from tutti.comm.collectives.group import Group
 from tutti.comm.collectives.payload import digest
 from tutti.errors import LayoutError, TuttiError
@@ -152,7 +154,7 @@ class Whole:
         for one in self._put_back():
             if kind is None and one.opened:
                 write = _written_by_all if self._rank is None else _written_by_one
-                with torch.no_grad():
+                with torch.no_grad(), _in("the end of tutti.whole", one.home):
                     write(one.opened, one.home, self._rank)
 
     def _shards(self, model: nn.Module | None, home: Residence) -> list[tuple[StateShard, str]]:
@@ -265,22 +267,29 @@ def group_of(home: Residence) -> Group:
 def gathered(x: Tensor, home: Residence, *, only: int | None = None) -> Tensor | None:
     """A copy of all of a tensor in shards, on every rank that holds the model, or on `only` (else None)."""
     assert isinstance(x, DTensor)
-    full = x.full_tensor().detach() if is_here(x) else None
-    if full is not None and full.data_ptr() == local_part(x).data_ptr():
-        full = full.clone()  # each rank of this pipeline rank has all of it
-    if "pipe" in home.layout.mesh:
-        full = _from_its_pipe_rank(x, full, home)
+    with _in("the gathering of weights", home, x.numel() * x.element_size()):
+        full = x.full_tensor().detach() if is_here(x) else None
+        if full is not None and full.data_ptr() == local_part(x).data_ptr():
+            full = full.clone()  # each rank of this pipeline rank has all of it
+        if "pipe" in home.layout.mesh:
+            full = _from_its_pipe_rank(x, full, home)
     return full if only in (None, dist.get_rank()) else None
+
+
+def _in(name: str, home: Residence, nbytes: int = 0) -> AbstractContextManager[None]:
+    """Around collectives of the ranks that hold one model: their errors are `CommError`s."""
+    group = group_of(home)
+    return naming(name, (), nbytes, group)
 
 
 def _from_its_pipe_rank(x: DTensor, full: Tensor | None, home: Residence) -> Tensor:
     """Broadcast the tensor of one pipeline rank to all.
 
-    Several may keep it, such as a buffer that several stages read; the first one sends.
+    Several may keep it, such as a buffer that several stages read; all ranks choose the same one.
     """
     origin, mesh = origin_of(x), x.device_mesh
-    if origin is not None and (owners := home.owners.get(origin.name)):
-        mesh = home.device_mesh(home.device, min(owners))
+    if origin is not None and origin.name in home.owners:
+        mesh = home.device_mesh(home.device, home.keeper(origin.name, 0))
     if full is None:
         full = torch.empty(x.shape, dtype=x.dtype, device=local_part(x).device)
     full = full.contiguous()

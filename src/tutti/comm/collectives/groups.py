@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tutti.comm.collectives.exchange import exchange_texts
+from tutti.comm.collectives.failure import naming
 from tutti.comm.collectives.group import Group, collective_timeout
 from tutti.comm.collectives.hierarchical import Hierarchical
 from tutti.comm.collectives.transport import Distributed, Transport
@@ -186,11 +187,16 @@ class Groups:
 
     def _share(self, group: Group, problems: list[str]) -> SharedGroup | None:
         """The group's shared memory; None on all its ranks, and one more problem, if it fails."""
+
+        def exchange(text: str) -> list[str]:
+            with naming("the start of a group", (), 0, group):
+                return exchange_texts(text, group)
+
         try:
             return SharedGroup(
                 group.ranks,
                 group.position,
-                lambda text: exchange_texts(text, group),
+                exchange,
                 self._timeout.total_seconds(),
                 num_neighbors=self.num_neighbors,
             )
