@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -377,3 +378,29 @@ def test_one_device_has_all_whole() -> None:
     with step.whole():
         one(step, batches[1])
     assert torch.equal(step.model_state()["up.weight"], model.up.weight)
+
+
+def advice_on_a_mesh(layout: str) -> list[str]:
+    """What PyTorch logs of the meshes of shards, in a gathering of each kind."""
+    said: list[str] = []
+    log = logging.getLogger("torch.distributed.tensor")
+    keeping = logging.Handler()
+    keeping.emit = lambda record: said.append(record.getMessage())
+    log.addHandler(keeping)
+    try:
+        step, model, optimizer, batches = make(layout)
+        one(step, batches[0])
+        step.model_state()
+        with tutti.whole(model, slots=True):
+            pass
+        slots = [x for one in optimizer.state.values() for x in one.values()]
+        wholes = [x.full_tensor() for x in slots if isinstance(x, StateShard)]
+        assert wholes
+    finally:
+        log.removeHandler(keeping)
+    return said
+
+
+def test_no_advice_on_meshes_that_the_user_has_not_made(ranks: Ranks) -> None:
+    """Two axes split one dim: each is gathered in turn."""
+    assert ranks.run(advice_on_a_mesh, "data=2 tensor=2 zero=1") == [[]] * 4

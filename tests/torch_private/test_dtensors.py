@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, _redistribute
 
 from tutti.torch_private.dtensors import (
     AnsweringDTensor,
@@ -19,6 +19,7 @@ from tutti.torch_private.dtensors import (
     set_local_part,
     spec_of,
     spec_with_dtype,
+    without_advice,
 )
 
 
@@ -86,3 +87,15 @@ def test_a_class_answers_the_ops_on_its_tensors(mesh: DeviceMesh) -> None:
 def test_a_plain_dtensor_answers_itself(mesh: DeviceMesh) -> None:
     x = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
     assert type(x + 1) is DTensor and (x + 1).full_tensor().tolist() == [2, 2]
+
+
+def test_advice_on_meshes_is_not_logged(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    advise = getattr(_redistribute, "_warn_flatten_optimization_not_possible", None)
+    if advise is None:
+        pytest.skip("this PyTorch gives no advice on meshes")
+    given = mesh, (0,), (Shard(0),), (Replicate(),), 2, "all_gather"
+    with without_advice():
+        advise(*given, "non_ascending_mesh_dims")
+    assert not caplog.records
+    advise(*given, "no_flattened_mesh")
+    assert [one.name for one in caplog.records] == [_redistribute.__name__]

@@ -27,6 +27,7 @@ from tutti.torch_private.dtensors import (
     set_local_part,
     spec_of,
     spec_with_dtype,
+    without_advice,
 )
 from tutti.torch_private.op_tables import schema_of
 from tutti.torch_private.pytrees import tree_leaves, tree_map
@@ -111,7 +112,8 @@ class StateShard(AnsweringDTensor):
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
         """The tensor in another sharding, on the ranks of its pipeline rank, which call together."""
         self._refuse_elsewhere()
-        return super().redistribute(*args, **options)
+        with without_advice():
+            return super().redistribute(*args, **options)
 
     def _refuse_elsewhere(self) -> None:
         if self.device_mesh.get_coordinate() is None:

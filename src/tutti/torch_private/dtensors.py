@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any
@@ -25,6 +27,26 @@ local_part: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 # `spec_of(x)`: mesh, placements, and global shape, stride and dtype. Why: to make shards from shards at no
 # cost. Public: `DTensor.from_local`, which makes an autograd node and computes all of them again.
 spec_of: Callable[[Any], Any] = attrgetter("_spec")
+
+
+_LOG = logging.getLogger("torch.distributed.tensor._redistribute")
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """Gather without PyTorch's advice to flatten the mesh, once a rank.
+
+    Why: the user has not made the mesh, and cannot follow it. Public: none.
+    """
+    _LOG.addFilter(_is_no_advice)
+    try:
+        yield
+    finally:
+        _LOG.removeFilter(_is_no_advice)
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("While redistributing from")
 
 
 def local_parts(tensors: Sequence[Tensor], lie: Sequence[bool]) -> list[Tensor]:
