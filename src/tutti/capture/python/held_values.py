@@ -10,7 +10,9 @@ cell     a variable of a closure         beta
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -168,6 +170,42 @@ class TableEntry:
 
     def put(self, value: Any) -> None:
         self.table.put(self.key, value)
+
+
+def distinct(tables: Sequence[Table]) -> list[Table]:
+    """The tables, so that no two values have the same name.
+
+    Two closures may have a variable `n` each, two objects be the `self` of a method, two Python modules have
+    a global of one name: the second is `n (2)`, `self (2).count`, `other_module.scale`.
+    """
+    holders: dict[str, int] = {}
+    containers: dict[str, int] = {}  # by prefix: their names grow with them
+    found: list[Table] = []
+    for table in tables:
+        holder = id(table.find())
+        one = next(
+            one
+            for one in _renamed(table)
+            if (one.kind != ITEM or containers.get(one.prefix, holder) == holder)
+            and all(holders.get(one.name(key), holder) == holder for key in one.values())
+        )
+        if one.kind == ITEM:
+            containers[one.prefix] = holder
+        holders |= {one.name(key): holder for key in one.values()}
+        found.append(one)
+    return found
+
+
+def _renamed(table: Table) -> Iterator[Table]:
+    """The table as it is, and under other names."""
+    yield table
+    prefix = table.prefix
+    if table.kind == SCOPE and "__name__" in table.find():
+        prefix = f"{table.find()['__name__']}.{prefix}"
+        yield dataclasses.replace(table, prefix=prefix)
+    stem = prefix.removesuffix(".")
+    for number in itertools.count(2):
+        yield dataclasses.replace(table, prefix=f"{stem} ({number}){prefix[len(stem) :]}")
 
 
 def named(tables: Sequence[Table]) -> Iterator[tuple[str, TableEntry, Any]]:

@@ -34,6 +34,7 @@ from tutti.capture.python.held_values import (
     MISSING,
     Table,
     TableEntry,
+    distinct,
     named,
     plain_sequence,
 )
@@ -185,11 +186,11 @@ class PythonState:
         reached = reach(step, model, optimizers)
         self._stored, self.names, self.scopes = reached.stored, reached.names, reached.scopes
         self._of_model = {id(table) for m in model.modules() for table in _tables_of(m)}
-        self._slots = list(slot_tables(model, optimizers))
+        slots, groups = list(slot_tables(model, optimizers)), list(group_tables(optimizers))
         self.holders = holders(model, optimizers)
-        groups = list(group_tables(optimizers))
-        self._groups = {id(table) for table in groups}
-        self.tables = [*reached.tables, *groups, *self._slots]
+        self.tables = distinct([*reached.tables, *groups, *slots])
+        self._slots = self.tables[len(reached.tables) + len(groups) :]
+        self._groups = {id(table) for table in self.tables[len(reached.tables) :][: len(groups)]}
         self.find_inputs()
         self._by_prefix = {(t.kind, t.prefix): t for t in reversed(self.tables)}
         self._by_name: dict[str, TableEntry] | None = None
