@@ -184,6 +184,17 @@ def _looked_at() -> fx.Graph:
     return b.done([loss, whole], [b.call(aten.mul_.Tensor, w, 0.9)])
 
 
+def _copied_into_a_slot() -> fx.Graph:
+    """A slot with the weight before its last change, in the weight's memory, as `in_place` leaves it."""
+    b = Builder()
+    w = b.given("w", 2, 4)
+    several = b.call(collectives.together_, "all_gather", [w], HERE, [(0, 1)], "", shape=(4, 4))
+    several.meta["val"] = [torch.empty(4, 4)]
+    loss = b.call(aten.sum.default, b.call(operator.getitem, several, 0, shape=(4, 4)), shape=(1,))
+    slow = b.call(aten.mul_.Tensor, w, 0.9)
+    return b.done([loss], [slow, b.call(aten.mul.Tensor, slow, 0.5)])
+
+
 def _in_buffers() -> fx.Graph:
     """A sum over ranks in shared memory, as `shared_buffers` leaves it."""
     graph = _scattered(2**16)
@@ -400,6 +411,7 @@ PROGRAMS: dict[str, tuple[Callable[[], fx.Graph], Callable[[], Setting]]] = {
     "early_sends": (_sent, _setting),
     "accumulate": (_summed, _setting),
     "copy_parts_given_away": (_part_given_away, lambda: _setting("w")),
+    "apart_from_state": (_copied_into_a_slot, lambda: _setting("slow", "w")),
     "wait_for_readers": (_looked_at, lambda: _setting("w")),
     "leave_buffers": (_given_out, _setting),
     "place_buffers": (_given_out, _setting),

@@ -42,6 +42,7 @@ from tutti.passes.remat import remat
 from tutti.passes.rows import rows
 from tutti.passes.shared_buffers import leave_buffers, place_buffers, shared_buffers
 from tutti.passes.shared_state import (
+    apart_from_state,
     copy_parts_given_away,
     shared_state,
     viewed_in_part,
@@ -184,6 +185,11 @@ PASSES = (
     Pass("early_sends", on_loop=_sent_early),
     Pass("accumulate", on_loop=accumulate),
     Pass("copy_parts_given_away", _alone(copy_parts_given_away), needed=True),
+    Pass(
+        "apart_from_state",
+        lambda graph, setting: apart_from_state(graph, setting.program),
+        needed=True,
+    ),
     Pass("wait_for_readers", _alone(wait_for_readers), needed=True),
     Pass("leave_buffers", _alone(leave_buffers), needed=True),
     Pass("place_buffers", _alone(place_buffers), needed=True),

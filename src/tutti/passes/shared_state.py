@@ -12,7 +12,8 @@ rank updates its part in place and copies the parts of the others:
     %8 = adam(%3, ...)                         ->   %8 = adam_(%3, ...)
     %9 = together(all_gather, [%8], data)           %9 = gather_into([w], [%8], data)
 
-`wait_for_readers` runs last of all. It puts `meet` before a write to state that other ranks might still read.
+`apart_from_state` clones results in such memory. `wait_for_readers` runs last of all. It puts `meet` before a
+write to state that other ranks might still read.
 """
 
 from __future__ import annotations
@@ -194,6 +195,36 @@ def copy_parts_given_away(graph: fx.Graph) -> int:
             clone.meta = dict(x.meta)
             node.replace_input_with(x, clone)
             count += 1
+    return count
+
+
+def apart_from_state(graph: fx.Graph, program: Program) -> int:
+    """Clone values of the output that lie in state with a fixed place in shared memory; returns their number.
+
+    The new value of that state comes into this memory, and would overwrite them: a slot with a copy of the
+    weight (`slow.copy_(p)`), a result with the weight before its last change.
+    """
+    fixed = viewed_state(graph).keys() | copied_state(graph).keys()
+    if not fixed:
+        return 0
+    output = graph.output_node()
+    both: Any = output.args[0]
+    roots, count = roots_of(graph), 0
+
+    def own(x: Any, name: str = "") -> Any:
+        nonlocal count
+        root = roots.get(x) if isinstance(x, fx.Node) else None
+        lies_in = root.meta.get("name") if root is not None and root.op == "placeholder" else None
+        if lies_in not in fixed or lies_in == name:
+            return x
+        count += 1
+        with graph.inserting_after(x):
+            clone = graph.call_function(torch.ops.aten.clone.default, (x,))
+        clone.meta = dict(x.meta)
+        return clone
+
+    updates = zip(both[1], program.captured.updated, strict=True)
+    output.args = (([own(x) for x in both[0]], [own(x, name) for x, name in updates]),)
     return count
 
 
