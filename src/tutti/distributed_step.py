@@ -130,7 +130,8 @@ class Step:
         """One eager step, and a program for the next call like it."""
         running = self._running
         running.begin_together(batch)
-        call = FirstCall(running.job, self.python)
+        assert self._programs.ahead is not None
+        call = FirstCall(running.job, self.python, self._programs.ahead)
         with OnlyUsersFrames():
             returned, spec = call.take(batch, running.num_steps)
         running.num_steps += 1

@@ -1,14 +1,15 @@
-"""A call with an optimizer's first step of another form: runs eagerly, on whole tensors on each rank.
+"""A call that makes slots of an optimizer: runs eagerly, on whole tensors on each rank.
 
-With the whole batch and whole weights it is the step of one device under any layout; random ops draw the
-numbers of its captured form. Capture begins at the next call, from the slots that this one leaves.
+A first step of another form makes them, or a later step (`capture.state.new_slots`). With the whole batch and
+whole weights it is the step of one device under any layout; random ops draw the numbers of its captured form.
+Capture begins at the next call, from the slots that this one leaves.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from tutti.calls.python_values import PythonValues
 from tutti.capture.forms import flattened, returnable
 from tutti.capture.python.held_values import MISSING, TableEntry, named
 from tutti.capture.python.python_state import Findings, PythonState
-from tutti.capture.state.first_form import awaiting, note_step
+from tutti.capture.state.first_form import SlotsAhead, awaiting, note_step
 from tutti.capture.state.lift import Undo, optimizers_of, state_of
 from tutti.comm.collectives.agree import check_order
 from tutti.errors import CaptureError
@@ -37,13 +38,17 @@ def refuse_where_apart(optimizer: Any, layout: Layout) -> None:
     """Raise `CaptureError` if replicas or servers would need a first step of another form."""
     one = awaiting(optimizer) if layout.num_replicas > 1 else None
     if one is not None:
-        where = "servers have its slots" if layout.server else "each replica has its own rows"
-        raise CaptureError(
-            f"{type(one).__name__} takes a first step of another form",
-            why=f"it is taken eagerly, with whole weights and the whole batch, and {where}",
-            fix="take it before: train_step(model, optimizer, *batch), then tutti.distribute(...); or a "
-            "layout without replicas",
-        )
+        _refuse_apart(f"{type(one).__name__} takes a first step of another form", layout)
+
+
+def _refuse_apart(what: str, layout: Layout) -> NoReturn:
+    where = "servers have its slots" if layout.server else "each replica has its own rows"
+    raise CaptureError(
+        what,
+        why=f"such a step runs eagerly, with whole weights and the whole batch, and {where}",
+        fix="take it before: train_step(model, optimizer, *batch), then tutti.distribute(...); or a "
+        "layout without replicas",
+    )
 
 
 def refuse_in_shards(model: nn.Module, optimizer: Any) -> None:
@@ -62,10 +67,10 @@ def _in_shards(model: nn.Module) -> bool:
 
 
 class FirstCall:
-    """One eager call of a step. All ranks make it together."""
+    """One eager call of a step, for the slots `ahead`. All ranks make it together."""
 
-    def __init__(self, job: Job, python: PythonValues) -> None:
-        self._job, self._python = job, python
+    def __init__(self, job: Job, python: PythonValues, ahead: SlotsAhead) -> None:
+        self._job, self._python, self._ahead = job, python, ahead
         self._home = known_residence(job.model)
         self._gradients_lost = False
 
@@ -110,14 +115,14 @@ class FirstCall:
     def _refuse(self) -> None:
         job = self._job
         refuse_open(job.model)
-        refuse_where_apart(job.optimizer, job.layout)
+        if job.layout.num_replicas > 1:
+            _refuse_apart(self._ahead.what, job.layout)
         if not is_deferred(job.model):
             return
         if job.layout.num_ranks > 1:
-            one = awaiting(job.optimizer) or optimizers_of(job.optimizer)[0]
             raise CaptureError(
-                f"{type(one).__name__} takes a first step of another form, and the model has no values yet",
-                why="it is taken eagerly, with whole weights on each rank",
+                f"{self._ahead.what}, and the model has no values yet",
+                why="such a step runs eagerly, with whole weights on each rank",
                 fix="build the model on a real device",
             )
         settle(job.model, None, Residence(Layout()), run_device(job.model), job.seed)

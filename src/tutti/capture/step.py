@@ -55,7 +55,7 @@ from tutti.capture.regions import watching
 from tutti.capture.second_trace.functional import functional_graph
 from tutti.capture.spelling.canonical import canonicalize
 from tutti.capture.state.compiled import nothing_compiled
-from tutti.capture.state.first_form import make_slots, no_new_slots
+from tutti.capture.state.first_form import make_slots
 from tutti.capture.state.first_options import options_watched, refuse_first_options
 from tutti.capture.state.found_gradients import Found, found_gradients, note_found
 from tutti.capture.state.gradients import (
@@ -74,6 +74,7 @@ from tutti.capture.state.lift import (
     swapped,
 )
 from tutti.capture.state.models import wrappers_open
+from tutti.capture.state.new_slots import no_new_slots
 from tutti.capture.state.rebound import data_written, refuse_read, take_over
 from tutti.capture.state.tensor_attributes import TensorAttributes, refuse_in_batch, refuse_kinds
 from tutti.capture.substitutes.other_forms import OTHER_FORMS, in_other_forms

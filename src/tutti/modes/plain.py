@@ -56,6 +56,7 @@ from tutti.state.residence import (
 )
 from tutti.state.residences import adopt, refuse_open, residence_of
 from tutti.state.shards import StateShard, unguarded
+from tutti.state.slots_of_shards import lay_out_slots
 from tutti.state.taken import take_over
 from tutti.torch_private.dtensors import local_parts
 from tutti.torch_private.pytrees import tree_flatten, tree_unflatten
@@ -133,6 +134,7 @@ class Plain:
         seed = replica_rows.seed_of(job.seed, home.replica)
         was_traced = not running.captures.is_resized  # else no Python value has changed
         execution = Execution(program, seed, home, cut=job.cut, gives_back=was_traced)
+        lay_out_slots(job.model, job.optimizer, home)
         settle(job.model, job.optimizer, home, run_device(job.model), job.seed)
         if was_traced:
             running.python.walk()

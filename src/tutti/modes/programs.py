@@ -12,7 +12,7 @@ from tutti.calls.guards import MOST_WAYS, no_way
 from tutti.calls.numbers import Numbers
 from tutti.calls.signature import Signatures, difference_between
 from tutti.capture.python.read_values import Seen
-from tutti.capture.state.first_form import FirstStepAhead
+from tutti.capture.state.first_form import SlotsAhead
 from tutti.capture.state.lift import state_of
 from tutti.capture.state.tensor_attributes import refuse_in_batch
 from tutti.environment import MOST_PROGRAMS
@@ -44,12 +44,14 @@ class Programs:
         self.known: dict[Any, list[Compiled[Any]]] = {}
         self._signatures_known: list[Any] = []
         self.last: Compiled[Any] | None = None  # the program of the last call
+        self.ahead: SlotsAhead | None = None
 
     def found(self, leaves: list[Any], form: Any, batch: tuple[Any, ...]) -> Found | None:
-        """The program of this call, and its numbers; None for an eager call."""
+        """The program of this call, and its numbers; None for an eager call, with `ahead` as the reason."""
         try:
             return self._find(leaves, form, batch)
-        except FirstStepAhead:
+        except SlotsAhead as error:
+            self.ahead = error
             return None
 
     def on_its_way(

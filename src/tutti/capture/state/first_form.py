@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from tutti.capture.second_trace.random_ops import OurRandomness, rewinding
@@ -31,7 +31,6 @@ from tutti.capture.state.lift import (
     Undo,
     create_slots,
     is_scheduled,
-    names_of,
     optimizers_of,
     place_counts,
     without_hooks,
@@ -44,8 +43,8 @@ from tutti.torch_private.pytrees import tree_leaves
 TOLERANCE = 8  # in units of the last place of a tensor's largest element
 
 
-class FirstStepAhead(CaptureError):
-    """A step that cannot be captured yet: it would be an optimizer's first step for some parameters."""
+class SlotsAhead(CaptureError):
+    """A step that cannot be captured yet: an optimizer makes slots in it, which no graph could keep."""
 
 
 @dataclass
@@ -61,12 +60,12 @@ _FORMS: weakref.WeakKeyDictionary[Optimizer, _Form] = weakref.WeakKeyDictionary(
 
 def awaiting(optimizer: Any) -> Optimizer | None:
     """An optimizer whose next step is a first step of another form; None without one."""
-    return next((one for one in _given(optimizer) if _awaits(one)), None)
+    return next((one for one in given_optimizers(optimizer) if _awaits(one)), None)
 
 
 def make_slots(optimizer: Any) -> None:
     """`create_slots`, except for optimizers whose first step has another form, which makes their slots."""
-    for one in _given(optimizer):
+    for one in given_optimizers(optimizer):
         if _fresh(one) and _form_of(one).is_other:
             continue
         if not (_is_of_pytorch(one) and make_slots_by_form(one)):
@@ -83,7 +82,7 @@ def make_places(optimizer: Any) -> None:
     Raises:
         CaptureError: for an optimizer that cannot take such a step.
     """
-    for one in (x for x in _given(optimizer) if _awaits(x)):
+    for one in (x for x in given_optimizers(optimizer) if _awaits(x)):
         undo, draw = Undo(), torch.Generator().manual_seed(SEED)
         params = list({id(p): p for x in inner_optimizers(one) for p in _params(x)}.values())
         grads = [values_like(list(p.shape), p, draw) for p in params]
@@ -107,39 +106,25 @@ def make_places(optimizer: Any) -> None:
 
 def note_step(optimizer: Any) -> None:
     """After an eager step: note parameters without slots, which need none, and part slots from weights."""
-    for one in _given(optimizer):
+    for one in given_optimizers(optimizer):
         for inner in inner_optimizers(one):
             part_from_weights(inner, _params(inner))
         if one in _FORMS:
             _FORMS[one].without = _fresh(one)
 
 
-def first_step_ahead(optimizer: Any, name: str = "") -> FirstStepAhead:
+def first_step_ahead(optimizer: Any, name: str = "") -> SlotsAhead:
     """The error for a capture of `optimizer`'s first step."""
     kind = type(optimizer).__name__
-    return FirstStepAhead(
+    return SlotsAhead(
         f"{kind} takes a first step of another form" + (f' for "{name}"' if name else ""),
         why="a step is captured with slots made beforehand, and is the same at every call",
         fix="tutti.distribute(...)(*batch) takes it eagerly; or take one step of it before",
     )
 
 
-@contextlib.contextmanager
-def no_new_slots(model: nn.Module, optimizer: Any) -> Iterator[None]:
-    """For a trace inside: raise `FirstStepAhead` if an optimizer makes slots that its first step would make
-    in another form."""
-    others = [x for one in _given(optimizer) if _is_known_other(one) for x in inner_optimizers(one)]
-    names = names_of(model)
-    empty = [
-        (one, p) for one in others for p in _params(one) if not one.state.get(p) and id(p) in names
-    ]
-    yield
-    for one, p in empty:
-        if one.state.get(p):
-            raise first_step_ahead(one, names[id(p)])
-
-
-def _given(optimizer: Any) -> list[Optimizer]:
+def given_optimizers(optimizer: Any) -> list[Optimizer]:
+    """The optimizers of a step as the user gave them: one, or a container of several."""
     optimizers_of(optimizer)  # raises for a value that is none
     found = [] if optimizer is None else tree_leaves(optimizer)
     return list({id(one): one for one in found}.values())
@@ -165,7 +150,8 @@ def _awaits(one: Optimizer) -> bool:
     return bool(fresh) and _form_of(one).is_other and not fresh <= _FORMS[one].without
 
 
-def _is_known_other(one: Optimizer) -> bool:
+def is_known_other(one: Optimizer) -> bool:
+    """Whether the comparison has found that an optimizer's first step has another form."""
     return one in _FORMS and _FORMS[one].is_other
 
 
