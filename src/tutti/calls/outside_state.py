@@ -46,7 +46,13 @@ class Outside:
         found = dict(zip(self._captured.outside, self.tensors(), strict=True))
         check_order([f"state {n}: {list(x.shape)} {x.dtype}" for n, x in found.items()])
         for x in found.values():
-            dist.broadcast(x.detach(), 0)
+            own = x.detach()
+            sent = (
+                own.contiguous()
+            )  # ranks may have other strides: a message between stages is contiguous
+            dist.broadcast(sent, 0)
+            if sent is not own:
+                own.copy_(sent)
 
 
 def refuse_where_served(captured: Captured) -> None:
