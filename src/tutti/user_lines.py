@@ -14,6 +14,7 @@ from tutti.errors import CommError, TuttiError
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 # Generated code may carry a table from its own lines to the user's: `{45: "train.py:12"}`.
 LINES = "__tutti_lines__"
 
@@ -25,12 +26,23 @@ def is_users(path: str) -> bool:
 
 def user_line() -> str:
     """`file:line` of the innermost Python frame that belongs neither to torch nor to tutti."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    frame = _users_frame(sys._getframe(1))
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def program_line() -> str:
+    """`user_line`, of the innermost frame that belongs to no installed library either, if there is one."""
+    frame = first = _users_frame(sys._getframe(1))
+    while frame is not None and any(name in frame.f_code.co_filename for name in _INSTALLED):
+        frame = _users_frame(frame.f_back)
+    frame = frame or first
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _users_frame(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    return ""
+    return frame
 
 
 def quoted(source: str) -> str:

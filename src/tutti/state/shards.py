@@ -9,6 +9,7 @@ called it, they would wait for the others. `full_tensor`, `redistribute` and `to
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from tutti.torch_private.dtensors import (
 )
 from tutti.torch_private.op_tables import schema_of
 from tutti.torch_private.pytrees import tree_leaves, tree_map
-from tutti.user_lines import quoted, user_line
+from tutti.user_lines import is_users, program_line, quoted
 
 # Ops of one operand whose result on a part depends on no other part; all others must be elementwise.
 _COPIES = frozenset(
@@ -120,7 +121,10 @@ class StateShard(AnsweringDTensor):
             refuse(self, "another pipeline rank")
 
     def data_ptr(self) -> int:
-        """The address of this rank's part."""
+        """The address of this rank's part; refused to code that would read all of it there (safetensors)."""
+        caller = sys._getframe(1).f_code.co_filename
+        if local_part(self).shape != self.shape and is_users(caller):
+            refuse(self, "a reader of its memory")
         return local_part(self).data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -192,7 +196,7 @@ def refuse(x: Tensor, wanted: str) -> NoReturn:
         part = "each rank has some of the weights"
     raise TuttiError(
         f"{name} is in shards between steps, and {wanted} needs all of it",
-        at=quoted(user_line()),
+        at=quoted(program_line()),
         why=f"{part}; only elementwise operations are the same on parts",
         fix=f"with step.{block}: ... (as tutti.whole(model){more}); step.model_state() or step.save(path) "
         "for a file; tutti.distribute(evaluate, model) for an evaluation",
