@@ -66,6 +66,7 @@ class Divergence:
     def __init__(self, name: str, layout: Layout) -> None:
         self._name, self._layout = name, layout
         self._board: Board | Bulletin | None = None
+        self.anew = ""  # why this rank traces the step anew
         self._number = 0  # of this step, the same on all ranks
         self._count = 0
         self._leaves: Sequence[Any] = ()
@@ -176,7 +177,7 @@ class Divergence:
         self._call, self._mine = call, (head + packed + samples)[:DATA_NBYTES]
         self._unseen, self._waited = list(self._board.others), False
         self._began_ns = time.monotonic_ns()
-        self._board.write(call, self._text(names), self._mine)
+        self._board.write(call, self._text(names, "" if program else self.anew), self._mine)
         WATCHES.append(self._look_around)
 
     def _leave(self) -> None:
@@ -209,11 +210,12 @@ class Divergence:
             return zlib.crc32((ctypes.c_char * x.nbytes).from_address(x.data_ptr()))
         return zlib.crc32(octets(x))
 
-    def _text(self, words: list[str]) -> bytes:
+    def _text(self, words: list[str], anew: str) -> bytes:
         line = _line()
-        key = (id(words), line, len(self._given))
+        key = (id(words), line, len(self._given), anew)
         if key not in self._texts:
-            said = {"step": self._name, "at": line, "leaves": words, "numbers": [*self._given]}
+            said = {"step": self._name, "at": line, "anew": anew[:200]}
+            said |= {"leaves": words, "numbers": [*self._given]}
             text = json.dumps(said).encode()
             if len(text) > TEXT_NBYTES:
                 text = json.dumps({**said, "leaves": [], "numbers": []}).encode()[:TEXT_NBYTES]
@@ -294,7 +296,7 @@ class Divergence:
         if waited_seconds > WAIT_SECONDS and not self._waited:
             self._waited = True
             ranks = _ranks([board.ranks[j] for j in self._unseen])
-            text = json.loads(self._text(self._form()[1]))
+            text = json.loads(self._text(self._form()[1], ""))
             warnings.warn(
                 f"rank {board.ranks[board.position]} has waited {waited_seconds:.0f} s in {self._name} "
                 f"({text['at']}) for {ranks}, which {'has' if len(self._unseen) == 1 else 'have'} not "
@@ -373,11 +375,20 @@ class Divergence:
             )
         if here[0] == there[0]:
             return None
+
+        def played(k: int) -> str:
+            anew = self._words(k, call).get("anew", "")
+            return (
+                f"program {heads[k][0]}"
+                if heads[k][0]
+                else f"traced anew ({anew})"
+                if anew
+                else "traced anew"
+            )
+
         return (
             f"the ranks would play different programs of {self._name} at step {here[1]}: "
-            + self._by_ranks(
-                call, lambda k: f"program {heads[k][0]}" if heads[k][0] else "traced anew"
-            ),
+            + self._by_ranks(call, played),
             "what a trace depends on differs: an option of the optimizer, an attribute or the mode of a "
             "module, a hook, requires_grad, or a number the step branches on; " + self._lines(call),
             "change it on every rank",

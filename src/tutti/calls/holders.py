@@ -75,6 +75,14 @@ class Holders:
         ]
 
 
+def missing(
+    model: nn.Module, optimizers: Sequence[Optimizer], wanted: Sequence[StateTensor]
+) -> list[StateTensor]:
+    """Those of `wanted` that have no place any more."""
+    places = _places(dict(model.named_modules()), optimizers)
+    return [s for s in wanted if s.name not in places]
+
+
 def _places(
     modules: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]
 ) -> dict[str, tuple[Table, str]]:

@@ -42,7 +42,9 @@ class PythonValues:
         self._given = (step, model, optimizers)
         self.findings = Findings()
         self.changed: set[str] = set()  # the names of entries that the step changes
+        self.other = ""  # the name of a constant that the last change has changed
         self._state: PythonState | None = None
+        self._constants: tuple[Any, ...] = ()
         self._loose_names: set[str] = set()
         self._met: dict[Any, int] = {}
         self._number = 0
@@ -66,8 +68,11 @@ class PythonValues:
             if changed - self.findings.varying:
                 self.findings.varying |= changed
                 state = PythonState(*self._given, self.findings)
-        self._state = state
-        self._number = self._met.setdefault(state.constants(), len(self._met))
+        constants = state.constants()
+        if self._state is not None and constants != self._constants:
+            self.other = _first_other(self._constants, constants)
+        self._state, self._constants = state, constants
+        self._number = self._met.setdefault(constants, len(self._met))
         self._resolved = {}
         self._plan(state)
 
@@ -194,6 +199,13 @@ class PythonValues:
 
     def _are_loose_ones_there(self) -> bool:
         return all(form_of(entry.get()) == form for entry, form in self._loose)
+
+
+def _first_other(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+    """The name of the first value that is new, gone, or has changed."""
+    old, new = {one[0]: one[1:] for one in before}, {one[0]: one[1:] for one in now}
+    names = [*new, *(name for name in old if name not in new)]
+    return next((n for n in names if old.get(n) != new.get(n)), "")
 
 
 def form_of(value: Any) -> Any:

@@ -35,13 +35,19 @@ class Signatures:
 
         Raises `CaptureError` for a leaf of the batch that is neither tensor nor constant.
         """
-        if not are_same(values_of(self._children), self._below):
-            self._version += 1
-            self._walk()
+        self.find_modules()
         groups = tuple(len(g["params"]) for one in self._optimizers for g in one.param_groups)
         weights = tuple(map(_form, filter(_is_there, values_of(self._parameters))))
         made = tuple(map(_leaf if sized else _unsized, leaves))
         return made, form, groups, self._version, python, weights, self._hooks.now()
+
+    def find_modules(self) -> bool:
+        """Find the modules that have taken the places of others; whether there are any."""
+        if are_same(values_of(self._children), self._below):
+            return False
+        self._version += 1
+        self._walk()
+        return True
 
     def _walk(self) -> None:
         """Find the current modules, and the tables in which they hold each other."""
@@ -76,24 +82,26 @@ def _leaf(x: Any) -> Any:
     return (type(x), x)
 
 
+_PYTHON = "another Python value of the step, or attribute of a module"
 # The parts of a signature after the batch's leaves, in words.
 _PARTS = (
     "another structure of the batch",
     "another number of parameters in the optimizer's groups",
     "other modules in the model",
-    "another Python value of the step, or attribute of a module",
+    _PYTHON,
     "other parameters that are trained, or parameters of another dtype",
     "other hooks",
 )
 
 
-def difference_between(now: Any, known: Sequence[Any]) -> str:
+def difference_between(now: Any, known: Sequence[Any], python: str = "") -> str:
     """Why a call with signature `now` needs a program beside those of `known` signatures: its differences
-    from the closest one; "" if there is none."""
+    from the closest one; "" if there is none. `python` names the Python value that differs."""
     if not known:
         return ""
     closest = min(known, key=lambda one: sum(a != b for a, b in zip(now, one, strict=True)))
-    found = [text for text, a, b in zip(_PARTS, now[1:], closest[1:], strict=True) if a != b]
+    parts = [f"another value of {python}" if x is _PYTHON and python else x for x in _PARTS]
+    found = [text for text, a, b in zip(parts, now[1:], closest[1:], strict=True) if a != b]
     if now[0] != closest[0]:
         found = [*_leaf_differences(now[0], closest[0]), *found]
     return "; ".join(found) or "a branch on a number or on a tensor's value goes another way"

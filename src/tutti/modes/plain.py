@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tutti.calls.first_call import first_call_undone, refuse_where_apart
 from tutti.calls.guards import Guard, ReadGuard, guard_of, refuse_other_layouts
-from tutti.calls.holders import Holders
+from tutti.calls.holders import Holders, missing
 from tutti.calls.outside_state import Outside
 from tutti.calls.running import Running
 from tutti.calls.sharded_batch import shard_of, shardings_of
@@ -57,7 +57,7 @@ from tutti.state.residence import (
 from tutti.state.residences import adopt, refuse_open, residence_of
 from tutti.state.shards import StateShard, unguarded
 from tutti.state.slots_of_shards import lay_out_slots
-from tutti.state.taken import take_over
+from tutti.state.taken import of_another_shape, take_over
 from tutti.torch_private.dtensors import local_parts
 from tutti.torch_private.pytrees import tree_flatten, tree_unflatten
 from tutti.user_lines import quoted, user_line
@@ -186,6 +186,7 @@ class Plain:
         else:
             captured = running.captures.of(*known, batch, renewed, captured_with)
         refuse_other_layouts(captured, job.layout)
+        home.forget_replaced(captured.state)
         dims = job.dims(batch)
 
         def program_of(captured: Captured) -> Program:
@@ -303,11 +304,17 @@ class OnRanks(Compiled[Execution]):
             captured = self.program.captured
             wanted = [x for x in captured.state if x.name not in captured.outside]
             self.outside = Outside(captured, self.mode.running.python)
-            if job.layout.num_ranks == 1:
-                make_slots(job.optimizer)  # if the user has cleared them
-            self.holders = Holders(job.model, self.mode.running.optimizers, wanted)
+            optimizers = self.mode.running.optimizers
+            if any(s.kind == "slot" for s in missing(job.model, optimizers, wanted)):
+                with unguarded():
+                    make_slots(job.optimizer)  # the user has cleared them
+                lay_out_slots(job.model, job.optimizer, residence_of(job.model, job.layout))
+            self.holders = Holders(job.model, optimizers, wanted)
             now = self.holders.tensors()
             assert now is not None
+            for entry, x in zip(wanted, now, strict=True):
+                if x.shape != entry.tensor.shape:
+                    raise of_another_shape(entry.name, x, entry.tensor.shape)
         if job.layout.num_ranks > 1:
             refuse_open(job.model)
             lie = list(map(is_, map(type, now), repeat(StateShard)))

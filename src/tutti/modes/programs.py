@@ -86,6 +86,8 @@ class Programs:
         `seen` are the tensor values that the step has read in a run with other branches.
         """
         running = self._running
+        if self._signatures.find_modules():
+            running.python.walk()
         python, numbers = running.python.now()
         signature = self._signatures.of(leaves, form, python)
         key = self._mode.signature(signature)
@@ -99,6 +101,8 @@ class Programs:
                 for module, training in compiled.modes:
                     module.training = training
                 return compiled, given
+        why = difference_between(signature, self._signatures_known, running.python.other)
+        running.divergence.anew = why
         modes = [(module, module.training) for module in self._signatures.modules]
         refuse_in_batch(leaves, running.python.state.names)
         with rarely_collected(), quickly_written(), OnlyUsersFrames():
@@ -106,7 +110,7 @@ class Programs:
         made.modes = [(m, m.training) for m, before in modes if m.training != before]
         self._num_made += 1
         made.number = self._num_made
-        made.why = difference_between(signature, self._signatures_known)
+        made.why = why
         # A step that first calls `model.train()` or `eval()` has one program for either mode.
         for module, before in [(m, b) for m, b in modes if m.training != b]:
             module.training = before

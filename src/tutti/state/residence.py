@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -117,6 +117,16 @@ class Residence:
         self.shared.arenas = other.shared.arenas
         self.renewed |= other.renewed
         self.settled |= other.settled
+
+    def forget_replaced(self, state: Sequence[StateTensor]) -> None:
+        """Forget how tensors lay whose place others of another shape have taken: a new head, a resized
+        embedding."""
+        for s in state:
+            known = self.storage.get(s.name, self.compute.get(s.name))
+            if known is not None and known.shape != tuple(s.tensor.shape):
+                tables: Any = (self.compute, self.storage, self.owners, self.shared.lodgings)
+                for table in tables:
+                    table.pop(s.name, None)
 
     def keeps_whole(self, name: str) -> bool:
         """Whether every rank has all of a state tensor, which is then an ordinary one."""

@@ -1,7 +1,8 @@
 """Slots that an optimizer makes of weights in shards: they lie as these do, and not as a program stores them.
 
 `zeros_like(p)` of a shard has the placements of `p`; `zero` has slots in smaller parts. Steps of another form
-need such slots: momentum that begins later, weights that are unfrozen, a new group.
+need such slots: momentum that begins later, weights that are unfrozen, a new group, slots that the user
+has cleared.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tutti.capture.state.lift import state_of
-from tutti.state.residence import Residence, part_of, placements, take_the_place
+from tutti.state.residence import Residence, name_shards, part_of, placements, take_the_place
 from tutti.state.shards import StateShard
 from tutti.state.whole import gathered
 
@@ -29,6 +30,8 @@ def lay_out_slots(model: nn.Module, optimizer: Any, home: Residence) -> None:
             assert whole is not None
             replaced[id(s.tensor)] = part_of(s, whole, home, coordinates, home.device)
     take_the_place(model, optimizer, home, replaced)
+    if replaced:
+        name_shards(state_of(model, optimizer), home)
 
 
 def _lies_as_stored(name: str, x: StateShard, home: Residence) -> bool:

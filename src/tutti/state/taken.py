@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from tutti.capture.state.lift import StateTensor, state_of
 from tutti.errors import CaptureError
-from tutti.layout import Sharding
 from tutti.state.residence import name_shards, part_of, take_the_place, whole_of
 from tutti.state.residences import known_residence
 from tutti.state.shards import StateShard
@@ -35,7 +35,7 @@ def take_over(
         elif not isinstance(x, StateShard):
             whole = whole_of(x).to(home.device)
             if tuple(whole.shape) != home.storage[entry.name].shape:
-                raise _of_another_shape(entry.name, x, home.storage[entry.name])
+                raise of_another_shape(entry.name, x, home.storage[entry.name].shape)
             replaced[id(x)] = part_of(
                 replace(entry, tensor=x), whole, home, coordinates, home.device
             )
@@ -49,9 +49,10 @@ def _plain(entry: StateTensor, whole: Tensor, requires_grad: bool) -> Tensor:
     return nn.Parameter(whole, requires_grad) if entry.kind == "parameter" else whole
 
 
-def _of_another_shape(name: str, x: Tensor, sharding: Sharding) -> CaptureError:
+def of_another_shape(name: str, x: Tensor, was: Sequence[int]) -> CaptureError:
+    """The error for state in whose place another shape has come, without another module."""
     return CaptureError(
-        f'the state "{name}" is {list(x.shape)} now, and was {list(sharding.shape)}',
-        why="this rank keeps a part of it, whose shape is that of the captured step",
-        fix="values of the same shape, or tutti.distribute with a fresh model",
+        f'the state "{name}" is {list(x.shape)} now, and was {list(was)}',
+        why="the captured step holds for one shape; of other modules a step is captured anew",
+        fix="another module in place of the old one (model.head = nn.Linear(...)); or the same shape",
     )

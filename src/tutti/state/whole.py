@@ -153,9 +153,14 @@ class Whole:
     ) -> None:
         for one in self._put_back():
             if kind is None and one.opened:
-                write = _written_by_all if self._rank is None else _written_by_one
                 with torch.no_grad(), _in("the end of tutti.whole", one.home):
-                    write(one.opened, one.home, self._rank)
+                    if self._rank is None:
+                        resized = _written_by_all(one.opened, one.home)
+                        self._replace(
+                            one, {id(x.shard): x.whole for x in resized if x.whole is not None}
+                        )
+                    else:
+                        _written_by_one(one.opened, one.home, self._rank)
 
     def _shards(self, model: nn.Module | None, home: Residence) -> list[tuple[StateShard, str]]:
         """The shards of this module that a residence keeps, each once, with its name."""
@@ -320,8 +325,12 @@ def _refuse_forms(opened: list[_Opened], forms: list[str]) -> None:
             )
 
 
-def _written_by_all(opened: list[_Opened], home: Residence, _: int | None) -> None:
-    """Take over this rank's part of each whole; raises `TuttiError` if ranks have different ones."""
+def _written_by_all(opened: list[_Opened], home: Residence) -> list[_Opened]:
+    """Take over this rank's part of each whole; raises `TuttiError` if ranks have different ones.
+
+    Returns the parameters that have another shape now (`resize_token_embeddings`): they stay whole, and the
+    next step lays them out.
+    """
     own = [(_form(x.whole), digest(x.whole)) for x in opened if x.whole is not None]
     group = group_of(home)
     texts = exchange_texts(json.dumps(own), group)
@@ -334,11 +343,19 @@ def _written_by_all(opened: list[_Opened], home: Residence, _: int | None) -> No
                 why="each rank keeps a part of one tensor; nothing of the block is taken over",
                 fix="write the same on every rank (one seed), or with step.whole(rank=0) on one",
             )
-    _refuse_forms(opened, [form for form, _ in own])
-    for x in opened:
+    resized = [x for x in opened if _is_resized(x)]
+    kept = [x for x in opened if not _is_resized(x)]
+    _refuse_forms(kept, [_form(x.whole) for x in kept if x.whole is not None])
+    for x in kept:
         assert x.whole is not None
         _take(x, x.whole)
         x.shard.requires_grad_(x.whole.requires_grad)
+    return resized
+
+
+def _is_resized(x: _Opened) -> bool:
+    same = x.whole is None or x.whole.shape == x.shard.shape or x.whole.dtype != x.shard.dtype
+    return isinstance(x.whole, nn.Parameter) and not same
 
 
 def _written_by_one(opened: list[_Opened], home: Residence, rank: int | None) -> None:

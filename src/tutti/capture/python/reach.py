@@ -45,6 +45,8 @@ from tutti.torch_private.optimizer_marks import MARKS, hooks_of_optimizer
 PLAIN = (int, float, complex, str, bytes, bool, type(None), enum.Enum, torch.dtype, torch.device)
 # Types whose every attribute counts: their own code reads them.
 _WHOLE = (LRScheduler, torch.amp.GradScaler, types.SimpleNamespace, argparse.Namespace)
+# Attributes of a configuration that a save of Hugging Face writes for a later load.
+_OF_FILES = frozenset({"architectures", "dtype", "transformers_version", "_name_or_path"})
 # Code that reads attributes of any name.
 _BY_ANY_NAME = frozenset({"getattr", "vars", "__dict__", "asdict", "astuple", "attrgetter"})
 _OF_ALL_MODULES = frozenset(nn.Module().__dict__)
@@ -336,6 +338,8 @@ class _Walk:
         whole = isinstance(value, _WHOLE) or (depth > 0 and _is_library(kind.__module__))
         if isinstance(attributes, dict):
             keys = sorted(k for k in attributes if whole or self._wanted(k))
+            if hasattr(kind, "save_pretrained"):
+                keys = [k for k in keys if k not in _OF_FILES]
             self.tables.append(Table(f"{path}.", MEMBER, _is(attributes), keys))
             for key in keys:
                 if depth > 1:
