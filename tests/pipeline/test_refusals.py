@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import stacks
 import tutti
@@ -162,3 +163,24 @@ def test_an_op_without_a_rule_is_named() -> None:
             error = refused(lambda: tutti.verify(step, model, optimizer, batch, "micro=2"))
     assert "no rule says how" in error.what and "doubled" in error.what
     assert "tutti.rule(" in error.fix
+
+
+def test_a_step_whose_forward_is_not_split_names_the_way_out() -> None:
+    """As MAML writes it: a loop over the tasks of a batch, each with a forward, a backward and an update."""
+
+    def step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
+        total = torch.zeros(())
+        for task in range(x.shape[0]):
+            loss = model(x[task]).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total = total + loss.detach()
+        return total
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(LayoutError, match="cannot cut the step into 2 stages") as caught:
+        tutti.verify(step, model, optimizer, (torch.randn(4, 3, 4),), "pipe=2 micro=2")
+    assert "one update of the model a step" in str(caught.value)
+    assert "no elements" not in str(caught.value)

@@ -218,17 +218,21 @@ def _sum_dims(emit: Emit, node: fx.Node) -> fx.Node | None:
 
 
 def _nll_forward(emit: Emit, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Normalize by the whole batch's weight: sum over tokens, count of tokens, then one division."""
+    """Normalize by the whole batch's weight: sum over tokens, weight of tokens, then one division.
+
+    The weight depends on labels alone, so micro-batches can have it before the losses.
+    """
     logp, target, weight, reduction, ignore = node.args
     if reduction != 1:
         return None
     both = emit(node.target, logp, target, weight, 2, ignore)
     total = emit(operator.getitem, both, 0)
-    if weight is None:
-        valid = emit(aten.ne.Scalar, target, ignore)
-        count = emit(aten.sum.dim_IntList, valid, [0], False, dtype=node.meta["val"][0].dtype)
-    else:
-        count = emit(operator.getitem, both, 1)
+    valid = emit(aten.ne.Scalar, target, ignore)
+    if weight is not None:
+        labels = emit(aten.mul.Tensor, target, valid)  # an ignored one may be no class
+        valid = emit(aten.mul.Tensor, emit(aten.index.Tensor, weight, [labels]), valid)
+    axes = list(range(len(shape_list(target))))
+    count = emit(aten.sum.dim_IntList, valid, axes, False, dtype=node.meta["val"][0].dtype)
     return emit(aten.div.Tensor, total, count), count
 
 

@@ -8,7 +8,8 @@ A program split over the axis `micro` treats micro-batches as ranks. Here they b
 
 A node that depends on a sum over micro-batches runs after the last of them. So a value of one micro-batch
 that needs such a sum couples the samples of the batch, and is refused. A sum that depends on inputs alone (a
-count of valid tokens) is computed first, over the whole batch.
+count of valid tokens) is computed first, over the whole batch; so is one that also reads buffers (class
+weights), if the micro-batches need it.
 
 Without micro-batches (`micro=1`, for a pipeline) there is one moment, the forward and the backward on the
 batch.
@@ -16,7 +17,7 @@ batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,7 +82,20 @@ def moments_of(graph: fx.Graph, num_micro: int, layout: Layout) -> Moments:
     while sum(_sooner(graph, node, linear) for node in reversed(list(graph.nodes))):
         pass
     _once(graph)
-    return _Sorter(graph, num_micro, layout).sort()
+    ahead: set[fx.Node] = set()
+    while True:
+        try:
+            return _Sorter(graph, num_micro, layout, ahead).sort()
+        except _NeededBefore as needed:
+            ahead.add(needed.total)
+
+
+class _NeededBefore(Exception):
+    """A micro-batch needs the sum `total`, which can be computed before."""
+
+    def __init__(self, total: fx.Node) -> None:
+        super().__init__(total.name)
+        self.total = total
 
 
 def _once(graph: fx.Graph) -> None:
@@ -173,7 +187,7 @@ def _sooner(graph: fx.Graph, node: fx.Node, linear: Callable[[fx.Node], bool]) -
         graph.erase_node(node)
         graph.erase_node(made)
         return True
-    if made.target is aten.add.Tensor and any(_pending(x) for x in made.all_input_nodes):
+    if made.target in _SUMS and any(_pending(x) for x in made.all_input_nodes):
         return _add_after(graph, node, made)
     if not linear(made):
         return False
@@ -197,7 +211,7 @@ def _pending(x: fx.Node) -> bool:
 
 
 def _add_after(graph: fx.Graph, node: fx.Node, made: fx.Node) -> bool:
-    """sum(partialize(a) + x) -> a + sum(x)."""
+    """sum(partialize(a) + x) -> a + sum(x), and of a difference."""
     for x in list(made.all_input_nodes):
         with graph.inserting_before(made):
             total = graph.call_function(collectives.all_reduce, (x, (MICRO,), "sum"))
@@ -208,6 +222,7 @@ def _add_after(graph: fx.Graph, node: fx.Node, made: fx.Node) -> bool:
     return True
 
 
+_SUMS = (aten.add.Tensor, aten.sub.Tensor)
 _MOVES = (collectives.all_reduce, collectives.reduce_scatter)
 
 
@@ -224,9 +239,13 @@ def _linear_in_parts(node: fx.Node) -> bool:
 
 
 class _Sorter:
-    def __init__(self, graph: fx.Graph, num_micro: int, layout: Layout) -> None:
+    """Sorts a graph; `ahead` are sums that read state, and that the micro-batches need."""
+
+    def __init__(
+        self, graph: fx.Graph, num_micro: int, layout: Layout, ahead: Collection[fx.Node]
+    ) -> None:
         self.moments = Moments(graph)
-        self.num_micro, self.layout = num_micro, layout
+        self.num_micro, self.layout, self.ahead = num_micro, layout, ahead
         self.level: dict[fx.Node, int] = {}
 
     def sort(self) -> Moments:
@@ -276,7 +295,8 @@ class _Sorter:
         if made.when[source] == AFTER:
             self._refuse(node, source)
         # A value equal in every micro-batch needs no sum.
-        if made.when[source] == DURING and (source in made.stateful or self.num_micro == 1):
+        waits = source in made.stateful and node not in self.ahead
+        if made.when[source] == DURING and (waits or self.num_micro == 1):
             made.sums.append(node)
             return AFTER
         level = 1 + max((self.level.get(x, -1) for x in ancestors([source])), default=-1)
@@ -286,10 +306,19 @@ class _Sorter:
         made.early[level].append(node)
         return BEFORE
 
+    def _may_precede(self, total: fx.Node) -> bool:
+        """Whether a sum needs no pass through the model: the class weights of the batch's labels."""
+        if self.num_micro == 1 or total not in self.moments.sums or total in self.ahead:
+            return False
+        read = ancestors([total])
+        return not any(n.meta.get("kind") in ("parameter", "slot") for n in read)
+
     def _refuse(self, node: fx.Node, summed: fx.Node) -> None:
         """Name the op that needs all samples at once, not its sum."""
         while self.moments.when.get(summed) == AFTER and not sums_over_time(summed):
             summed = next(x for x in summed.all_input_nodes if self.moments.when[x] == AFTER)
+        if self._may_precede(summed):
+            raise _NeededBefore(summed)
         coupled = summed.meta.get("user") or node
         at = quoted(source_of(coupled))
         module = coupled.meta.get("module") or ""

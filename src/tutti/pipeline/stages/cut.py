@@ -91,6 +91,10 @@ def cut(
     return found
 
 
+def _is_empty(node: fx.Node) -> bool:
+    return node.meta.get("kind") == "batch" and not node.meta["val"].numel()
+
+
 class _StageCutter:
     def __init__(self, moments: Moments, num_stages: int, mesh: Mesh | None = None) -> None:
         self.moments, self.num_stages = moments, num_stages
@@ -122,7 +126,9 @@ class _StageCutter:
                 fix = f"pipe={costly} at most"
             else:
                 why = "no op of its forward that runs for each micro-batch has any work"
-                fix = "pipe=1; or leave out batches whose tensors have no elements"
+                fix = "pipe=1; or one forward, one backward and one update of the model a step"
+                if any(_is_empty(n) for n in moments.graph.nodes):
+                    fix = "pipe=1; or leave out batches whose tensors have no elements"
             raise LayoutError(f"cannot cut the step into {num_stages} stages", why=why, fix=fix)
 
     def stages(self, cuts: Sequence[int]) -> Stages:

@@ -1,0 +1,101 @@
+"""Losses whose terms are normalized by the batch, in micro-batches: as on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tutti
+from as_eager import Program, assert_as_eager_on_ranks
+from ranks import Ranks
+from tutti.errors import ShardingError
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+CLASSES = 6
+
+
+def entropy(logits: Tensor) -> Tensor:
+    return -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    return (x * mask).sum() / mask.sum()
+
+
+WEIGHT = torch.arange(1.0, CLASSES + 1).double()
+LOSSES: dict[str, Loss] = {
+    "class weights": lambda p, y, m: F.cross_entropy(p, y, weight=WEIGHT),
+    "class weights, some ignored": lambda p, y, m: F.cross_entropy(
+        p, torch.where(y == 2, -100, y), weight=WEIGHT
+    ),
+    "class weights, a class ignored": lambda p, y, m: F.cross_entropy(
+        p, y, weight=WEIGHT, ignore_index=1
+    ),
+    "class weights, smoothed": lambda p, y, m: F.cross_entropy(
+        p, y, weight=WEIGHT, label_smoothing=0.1
+    ),
+    "class weights of pixels": lambda p, y, m: F.cross_entropy(
+        p[:, :, None].expand(-1, -1, 3), y[:, None].expand(-1, 3), weight=WEIGHT
+    ),
+    "class weights by hand": lambda p, y, m: (
+        (F.cross_entropy(p, y, reduction="none") * WEIGHT[y]).sum() / WEIGHT[y].sum()
+    ),
+    "less an entropy": lambda p, y, m: F.cross_entropy(p, y) - 0.1 * entropy(p).mean(),
+    "ignored, less an entropy": lambda p, y, m: (
+        F.cross_entropy(p, y, ignore_index=0) - 0.1 * entropy(p).mean()
+    ),
+    "masked, less masked": lambda p, y, m: (
+        masked_mean(F.cross_entropy(p, y, reduction="none"), m) - masked_mean(entropy(p), m)
+    ),
+    "an entropy less a masked mean": lambda p, y, m: entropy(p).mean() - masked_mean(p[:, 0], m),
+}
+
+
+def _program(loss: Loss) -> Program:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 6))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, *batch: Tensor) -> Tensor:
+        x, y, mask = batch
+        found = loss(model(x), y, mask)
+        optimizer.zero_grad()
+        found.backward()
+        optimizer.step()
+        return found
+
+    batch = torch.randn(8, 6), torch.randint(CLASSES, (8,)), (torch.rand(8) < 0.7).double()
+    return step, model, torch.optim.SGD(model.parameters(), 0.1), batch
+
+
+for _k, _loss in enumerate(LOSSES.values()):
+    _made = partial(_program, _loss)
+    _made.__module__, _made.__name__ = __name__, f"program_{_k}"  # type: ignore[attr-defined]
+    globals()[f"program_{_k}"] = _made
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_as_on_one_device(ranks: Ranks, name: str) -> None:
+    program = globals()[f"program_{list(LOSSES).index(name)}"]
+    assert_as_eager_on_ranks(ranks, program, "data=2 micro=2")
+
+
+@pytest.mark.parametrize("layout", ["pipe=2 micro=2", "micro=4", "data=2 pipe=2 micro=2 zero=1"])
+@pytest.mark.parametrize("name", ["class weights", "ignored, less an entropy"])
+def test_other_layouts(name: str, layout: str) -> None:
+    torch.manual_seed(0)
+    step, model, optimizer, batch = _program(LOSSES[name])
+    model.double()
+    x, y, mask = batch
+    found = tutti.verify(step, model, optimizer, (x.double(), y, mask), layout)
+    assert found.ok, str(found)
+
+
+def test_a_sum_of_what_the_model_makes_still_couples_the_batch() -> None:
+    torch.manual_seed(0)
+    step, model, optimizer, batch = _program(lambda p, y, m: (p / p.abs().sum()).square().sum())
+    with pytest.raises(ShardingError, match="needs all its samples at once"):
+        tutti.verify(step, model, optimizer, batch, "micro=2")
