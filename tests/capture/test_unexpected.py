@@ -201,3 +201,16 @@ def test_nested_tensors_are_refused() -> None:
     with pytest.raises(CaptureError, match="a nested tensor") as found:
         tutti.distribute(lambda model, x: model(x), nn.Linear(4, 4))(nested)
     assert "to_padded_tensor" in found.value.fix
+
+
+def test_a_number_of_values_by_a_tensor_outside_is_refused_in_words() -> None:
+    """As torchdiffeq makes the grid of its fixed solvers; PyTorch's own text is an internal assert."""
+    end = torch.tensor(2.0)
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        grid = torch.arange(0, (end / 0.5 + 1).ceil().item())
+        return model(x) * grid.sum()
+
+    with pytest.raises(CaptureError, match="where a plain number decides a size") as found:
+        tutti.distribute(step, nn.Linear(4, 4))(torch.ones(4, 4))
+    assert "INTERNAL" not in str(found.value) and "torch.arange(0" in found.value.at

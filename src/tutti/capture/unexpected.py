@@ -38,6 +38,8 @@ _WAYS_OUT = (
 )
 # Uses of a symbol, known only when the step runs, as a plain number.
 _SYMBOL = re.compile(r"\bSym(Float|Int|Bool)\b")
+# PyTorch's bindings assert that such a number is none of a symbol's.
+_NUMBER_OF_A_BINDING = "python_arg_parser.cpp"
 _CALL = "step(...) with the arguments that the training step takes after the optimizer"
 _GENERAL = (
     "call the training step itself, without tutti: where plain PyTorch raises the same, the line is wrong; "
@@ -60,6 +62,13 @@ def named() -> Iterator[None]:
     except Exception as error:
         if _is_users(error) and not _SYMBOL.search(str(error)):
             raise
+        if _NUMBER_OF_A_BINDING in str(error):
+            raise CaptureError(
+                "the step hands a tensor's value to PyTorch where a plain number decides a size",
+                at=_line(error),
+                why="every shape must be known before the step runs",
+                fix="compute the number outside of the step and hand it over, or keep it as a plain number",
+            ) from error
         first = str(error).strip().partition("\n")[0] or "no message"
         raise CaptureError(
             f"{type(error).__name__} while the step was captured: {first}",

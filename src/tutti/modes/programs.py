@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tutti.calls.accelerate_schedulers import refuse_schedulers_of_processes
 from tutti.calls.guards import MOST_WAYS, no_way
 from tutti.calls.numbers import Numbers
 from tutti.calls.signature import Signatures, difference_between
@@ -105,6 +106,8 @@ class Programs:
         running.divergence.anew = why
         modes = [(module, module.training) for module in self._signatures.modules]
         refuse_in_batch(leaves, running.python.state.names)
+        if not running.begun and running.job.layout.num_ranks > 1:
+            refuse_schedulers_of_processes(running.optimizers)
         with rarely_collected(), quickly_written(), OnlyUsersFrames():
             made = self._mode.compile(batch, self._kind(leaves, form, python), given, seen)
         made.modes = [(m, m.training) for m, before in modes if m.training != before]

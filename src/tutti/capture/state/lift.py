@@ -106,7 +106,8 @@ def not_of_the_model(optimizer: Optimizer, param: Tensor) -> CaptureError:
     return CaptureError(
         f"{kind} holds a parameter of shape {list(param.shape)} that the model does not have",
         why="an optimizer must be made from this model's own parameters, and they must stay its own",
-        fix=f"{kind}(model.parameters(), ...) on the model given here",
+        fix=f"{kind}(model.parameters(), ...) on the model given here; for a weight of its own (a "
+        'temperature, master weights) {"net": model, "own": nn.ParameterList([weight])} as the model',
     )
 
 
