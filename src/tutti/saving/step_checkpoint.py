@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,6 +29,7 @@ from tutti.launch.ranks import ensure_process_group
 from tutti.remote_paths import is_of_one_process, is_remote
 from tutti.saving import model_file, replica_checkpoint, saved_values, weight_files
 from tutti.saving.local_part import part_of
+from tutti.saving.slot_places import make_slot_places
 from tutti.saving.state_share import StateShare
 from tutti.state.residence import is_here, local_of, set_local
 from tutti.state.residences import adopt, known_residence, refuse_open
@@ -40,14 +41,19 @@ _SLOTS = ("optim.", saved_values.PREFIX + "optim.")
 _MOST_TRIES = 3
 
 
-def _state(running: Running, found: Iterable[str] = ()) -> list[StateTensor]:
-    """The current state, with places for the tensors `found` in a checkpoint."""
+def _state(running: Running, found: Mapping[str, Any] | None = None) -> list[StateTensor]:
+    """The current state, with places for the tensors `found` in a checkpoint, by name."""
     refuse_open(running.job.model)
-    if any(n.startswith(_SLOTS) for n in found) and awaiting(running.job.optimizer) is not None:
+    if (
+        any(n.startswith(_SLOTS) for n in found or ())
+        and awaiting(running.job.optimizer) is not None
+    ):
         refuse_in_shards(running.job.model, running.job.optimizer)
         make_places(running.job.optimizer)
     with unguarded():
         make_slots(running.job.optimizer)
+        if found is not None:
+            make_slot_places(running.job.model, running.job.optimizer, found)
     adopt(running.job.model, running.job.optimizer)
     return state_of(running.job.model, running.job.optimizer)
 

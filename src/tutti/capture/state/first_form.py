@@ -68,7 +68,7 @@ def make_slots(optimizer: Any) -> None:
     for one in given_optimizers(optimizer):
         if _fresh(one) and _form_of(one).is_other:
             continue
-        if not (_is_of_pytorch(one) and make_slots_by_form(one)):
+        if not (is_of_pytorch(one) and make_slots_by_form(one)):
             create_slots(one)
         for inner in inner_optimizers(one):
             place_counts(inner)
@@ -159,11 +159,11 @@ def _form_of(one: Optimizer) -> _Form:
     if one not in _FORMS:
         for inner in inner_optimizers(one):
             refuse_kind(inner)
-        _FORMS[one] = _Form(_is_dampened(one) if _is_of_pytorch(one) else _is_other(one))
+        _FORMS[one] = _Form(_is_dampened(one) if is_of_pytorch(one) else _is_other(one))
     return _FORMS[one]
 
 
-def _is_of_pytorch(one: Optimizer) -> bool:
+def is_of_pytorch(one: Optimizer) -> bool:
     """Whether an optimizer is PyTorch's own, which accepts slots made beforehand."""
     return type(one).__module__.startswith("torch.optim.")
 
