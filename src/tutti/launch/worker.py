@@ -133,6 +133,7 @@ def _trace_crashes(rank: int, run_dir: Path) -> None:
 
 
 def _failure(exc: BaseException, script: str, rank: int, seconds: float) -> Failure:
+    exc = _first_of(exc)
     stack = traceback_stack(exc.__traceback__)
     is_tutti, is_comm = isinstance(exc, TuttiError), isinstance(exc, CommError)
     if is_tutti:
@@ -152,6 +153,20 @@ def _failure(exc: BaseException, script: str, rank: int, seconds: float) -> Fail
         collective=in_collective,
         said=traceback.format_exception_only(exc)[0].partition("\n")[0],
     )
+
+
+def _first_of(exc: BaseException) -> BaseException:
+    """The user's own exception, in whose `except` or `finally` a collective has failed: a save at the end, for
+    which the other ranks did not come."""
+    one: BaseException | None = exc
+    of_transport: BaseException | None = None  # the cause of the `CommError` before
+    while one is not None:
+        if isinstance(one, CommError):
+            of_transport = one.__cause__
+        elif one is not of_transport and not _in_transport(traceback_stack(one.__traceback__)):
+            return one
+        one = one.__context__
+    return exc
 
 
 def _in_transport(stack: list[tuple[FrameType, int]]) -> bool:
