@@ -214,3 +214,14 @@ def test_a_lazy_module_is_refused_until_it_has_been_called() -> None:
         tutti.distribute(step, model)
     model(torch.ones(2, 8))
     tutti.distribute(step, model)
+
+
+def test_a_model_that_fsdp_has_split_is_refused() -> None:
+    class FSDPModule: ...  # as `fully_shard` changes the class of a module
+
+    class FSDPLinear(FSDPModule, nn.Linear): ...
+
+    model = nn.Sequential(nn.Linear(2, 2), FSDPLinear(2, 2))
+    with pytest.raises(CaptureError, match=r"1 has been given to fully_shard") as found:
+        tutti.distribute(lambda model, x: model(x), model)
+    assert "zero=3" in found.value.fix

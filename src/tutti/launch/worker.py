@@ -156,8 +156,8 @@ def _failure(exc: BaseException, script: str, rank: int, seconds: float) -> Fail
 
 
 def _first_of(exc: BaseException) -> BaseException:
-    """The user's own exception, in whose `except` or `finally` a collective has failed: a save at the end, for
-    which the other ranks did not come."""
+    """The user's own exception, in whose `except` or `finally` a collective has failed: a save at the end,
+    for which the other ranks did not come."""
     one: BaseException | None = exc
     of_transport: BaseException | None = None  # the cause of the `CommError` before
     while one is not None:

@@ -67,11 +67,19 @@ def as_one_module(
     """
     train_step, module = plain(train_step), module_of(given)
     _refuse_frozen_code(module)
+    _refuse_split(module)
     _refuse_lazy(module)
     refuse_sparse_state(module)
     if module is given:
         return train_step, module
     return OnGiven(train_step, given, module), module
+
+
+# Classes of torch.distributed.fsdp, by name, which few programs import.
+_SPLITTING = {
+    "FSDPModule": "fully_shard (FSDP2)",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+}
 
 
 def module_of(given: Any) -> nn.Module:
@@ -131,6 +139,18 @@ def _refuse_frozen_code(module: nn.Module) -> None:
                 f"{name or 'the model'} is a torch.jit.ScriptModule ({one.original_name})",
                 why="it keeps its parameters outside of Python, where no other tensor can stand for them",
                 fix="the module before torch.jit.script or torch.jit.trace; scripted functions may stay",
+            )
+
+
+def _refuse_split(module: nn.Module) -> None:
+    """Refuse a module whose weights FSDP has split already."""
+    for name, one in module.named_modules():
+        bases = {kind.__name__ for kind in type(one).__mro__}
+        if split := bases & _SPLITTING.keys():
+            raise CaptureError(
+                f"{name or 'the model'} has been given to {_SPLITTING[split.pop()]}",
+                why="each rank has some of its weights, which a step captures whole; the layout splits them",
+                fix="the module as it was before, and zero=3 in the layout",
             )
 
 
