@@ -60,6 +60,18 @@ def largest(z: Tensor) -> Tensor:
     return z.square().mean() * most.item() + z[:, int(at)].mean()
 
 
+def selections(z: Tensor) -> Any:
+    """As the crops of DINO and SwAV, of which those of one size go through the backbone together."""
+    sizes = torch.tensor([2, 2, 1])
+    ends = torch.cumsum(torch.unique_consecutive(sizes, return_counts=True)[1], 0)
+    crops, start, total = z.view(4, 2, 4).unbind(0), 0, z.sum() * 0
+    for end in ends:
+        total = total + torch.cat(crops[start:end]).square().mean()
+        start = end
+    (odd,) = (torch.arange(4) % 2).nonzero(as_tuple=True)
+    return total + z[:, odd].mean() + sizes.unique().sum() * z.mean()
+
+
 def branches(z: Tensor) -> Tensor:
     mask = torch.ones(4, dtype=torch.bool)
     scale = 2 if mask.all() and 3 in torch.tensor([1, 2, 3]) else 7
@@ -93,7 +105,19 @@ def of_a_form(z: Tensor) -> Tensor:
     return z.square().mean() * int(counts.sum()) + z.mean() * float(rest)
 
 
-KNOWN = [dims, rates, plain_numbers, sizes, slices, pairs, largest, branches, counted, arrays]
+KNOWN = [
+    dims,
+    rates,
+    plain_numbers,
+    sizes,
+    slices,
+    pairs,
+    largest,
+    selections,
+    branches,
+    counted,
+    arrays,
+]
 KNOWN += [of_the_default_dtype, of_a_form]
 
 
