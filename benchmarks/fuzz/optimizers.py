@@ -77,6 +77,33 @@ _BODIES = {
                     state["slow"].lerp_(p, 0.5)
                     p.copy_(state["slow"])
 """),
+    "KeepsTheWeight": (", decay=0.01", "", """
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if "before" not in state:
+                    state["before"] = p.detach().clone()
+                p.add_(p.grad, alpha=-group["lr"])
+                p.lerp_(state["before"], 0.3)
+                state["before"].copy_(p)
+                p.mul_(1 - group["decay"])
+"""),
+    "BeginsLater": (", k=0", "", """
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                p.add_(p.grad, alpha=-group["lr"])
+                if group["k"] >= 3:
+                    state = self.state[p]
+                    if "slow" not in state:
+                        state["slow"] = p.detach().clone()
+                    state["slow"].lerp_(p, 0.5)
+                    p.lerp_(state["slow"], 0.1)
+"""),
     "KeepsAFunction": ("", "        self.rule = lambda g: g.sign()\n", """
         for group in self.param_groups:
             for p in group["params"]:
