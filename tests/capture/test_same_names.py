@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -160,27 +161,43 @@ def test_names_are_distinct() -> None:
     def cell(value: int) -> Any:
         return types.CellType(value)
 
-    first, shared = {"n": 1}, {"x": 5}
+    first, second, shared = {"n": 1}, {"n": 2, "k": 6}, {"x": 5}
     tables = [
         _table("n", CELL, cell(0)),
         _table("n", CELL, cell(0)),
         _table("self.", MEMBER, first, ["n"]),
-        _table("self.", MEMBER, {"n": 2}, ["n"]),
+        _table("self.", MEMBER, second, ["n"]),
         _table("self.", MEMBER, {"n": 3, "m": 4}, ["n", "m"]),
         _table("self.", MEMBER, first, ["n"]),
         _table("", SCOPE, {"n": 1, "__name__": "other"}, ["n"]),
         _table("seen", ITEM, {}),
         _table("seen", ITEM, {}),
         _table("seen", ITEM, shared),
+        _table("self.", MEMBER, second, ["k"]),
         _table("seen", ITEM, shared),
     ]
     found = distinct(tables)
     assert [one.prefix for one in found] == [
         *("n", "n (2)", "self.", "self (2).", "self (3).", "self.", "other."),
-        *("seen", "seen (2)", "seen (3)", "seen (3)"),
+        *("seen", "seen (2)", "seen (3)", "self (2).", "seen (3)"),
     ]
     names = [name for name, _, _ in named(found)]
     assert names == [
         *("n", "n (2)", "self.n", "self (2).n", "self (3).n", "self (3).m", "self.n", "other.n"),
-        *("seen (3)['x']", "seen (3)['x']"),
+        *("seen (3)['x']", "self (2).k", "seen (3)['x']"),
     ]
+
+
+def test_thousands_of_one_name_take_little_time() -> None:
+    """As the functions of a library, which are all called `wrapper`: no search for each."""
+    asked = 0
+
+    def find(held: dict[str, int]) -> dict[str, int]:
+        nonlocal asked
+        asked += 1
+        return held
+
+    tables = [Table("wrapper.", MEMBER, partial(find, {"n": k}), ["n"]) for k in range(2000)]
+    found = distinct(tables)
+    assert len({one.prefix for one in found}) == len(tables)
+    assert asked < 10 * len(tables)

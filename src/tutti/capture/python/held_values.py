@@ -180,23 +180,28 @@ def distinct(tables: Sequence[Table]) -> list[Table]:
     """
     holders: dict[str, int] = {}
     containers: dict[str, int] = {}  # by prefix: their names grow with them
+    used: dict[str, int] = {}  # by prefix, the last number given
+    chosen: dict[tuple[int, str, str], Table] = {}
     found: list[Table] = []
     for table in tables:
-        holder = id(table.find())
+        holder, keys = id(table.find()), [*table.values()]
+        before = chosen.get((holder, table.kind, table.prefix))
+        among = [dataclasses.replace(table, prefix=before.prefix)] if before is not None else []
         one = next(
             one
-            for one in _renamed(table)
+            for one in itertools.chain(among, _renamed(table, used))
             if (one.kind != ITEM or containers.get(one.prefix, holder) == holder)
-            and all(holders.get(one.name(key), holder) == holder for key in one.values())
+            and all(holders.get(one.name(key), holder) == holder for key in keys)
         )
+        chosen[holder, table.kind, table.prefix] = one
         if one.kind == ITEM:
             containers[one.prefix] = holder
-        holders |= {one.name(key): holder for key in one.values()}
+        holders |= {one.name(key): holder for key in keys}
         found.append(one)
     return found
 
 
-def _renamed(table: Table) -> Iterator[Table]:
+def _renamed(table: Table, used: dict[str, int]) -> Iterator[Table]:
     """The table as it is, and under other names."""
     yield table
     prefix = table.prefix
@@ -204,7 +209,8 @@ def _renamed(table: Table) -> Iterator[Table]:
         prefix = f"{table.find()['__name__']}.{prefix}"
         yield dataclasses.replace(table, prefix=prefix)
     stem = prefix.removesuffix(".")
-    for number in itertools.count(2):
+    while True:
+        number = used[prefix] = used.get(prefix, 1) + 1
         yield dataclasses.replace(table, prefix=f"{stem} ({number}){prefix[len(stem) :]}")
 
 
