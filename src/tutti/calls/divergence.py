@@ -377,14 +377,9 @@ class Divergence:
             return None
 
         def played(k: int) -> str:
-            anew = self._words(k, call).get("anew", "")
-            return (
-                f"program {heads[k][0]}"
-                if heads[k][0]
-                else f"traced anew ({anew})"
-                if anew
-                else "traced anew"
-            )
+            why = self._words(k, call).get("anew", "")
+            anew = f"traced anew ({why})" if why else "traced anew"
+            return f"program {heads[k][0]}" if heads[k][0] else anew
 
         return (
             f"the ranks would play different programs of {self._name} at step {here[1]}: "

@@ -46,12 +46,10 @@ class Outside:
         found = dict(zip(self._captured.outside, self.tensors(), strict=True))
         check_order([f"state {n}: {list(x.shape)} {x.dtype}" for n, x in found.items()])
         for x in found.values():
-            own = x.detach()
-            sent = (
-                own.contiguous()
-            )  # ranks may have other strides: a message between stages is contiguous
+            # A message between stages is contiguous, so ranks may have other strides.
+            own, sent = x.detach(), x.detach().contiguous()
             dist.broadcast(sent, 0)
-            if sent is not own:
+            if sent.data_ptr() != own.data_ptr():
                 own.copy_(sent)
 
 
