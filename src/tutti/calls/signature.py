@@ -23,7 +23,7 @@ class Signatures:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model, self._optimizers = model, optimizers
-        self._version = 0  # of the set of modules
+        self.version = 0  # of the set of modules
         self._walk()
 
     def of(self, leaves: Sequence[Any], form: Any, python: int, *, sized: bool = True) -> Any:
@@ -35,19 +35,13 @@ class Signatures:
 
         Raises `CaptureError` for a leaf of the batch that is neither tensor nor constant.
         """
-        self.find_modules()
+        if not are_same(values_of(self._children), self._below):
+            self.version += 1
+            self._walk()
         groups = tuple(len(g["params"]) for one in self._optimizers for g in one.param_groups)
         weights = tuple(map(_form, filter(_is_there, values_of(self._parameters))))
         made = tuple(map(_leaf if sized else _unsized, leaves))
-        return made, form, groups, self._version, python, weights, self._hooks.now()
-
-    def find_modules(self) -> bool:
-        """Find the modules that have taken the places of others; whether there are any."""
-        if are_same(values_of(self._children), self._below):
-            return False
-        self._version += 1
-        self._walk()
-        return True
+        return made, form, groups, self.version, python, weights, self._hooks.now()
 
     def _walk(self) -> None:
         """Find the current modules, and the tables in which they hold each other."""

@@ -87,10 +87,13 @@ class Programs:
         `seen` are the tensor values that the step has read in a run with other branches.
         """
         running = self._running
-        if self._signatures.find_modules():
-            running.python.walk()
+        version = self._signatures.version
         python, numbers = running.python.now()
         signature = self._signatures.of(leaves, form, python)
+        if self._signatures.version != version:  # other modules have other values
+            running.python.walk()
+            python, numbers = running.python.now()
+            signature = self._signatures.of(leaves, form, python)
         key = self._mode.signature(signature)
         given = self._numbers.of(leaves, numbers)
         running.divergence.given(leaves, given, running.num_steps)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tutti.capture.state.first_form import is_of_pytorch
 from tutti.capture.state.lift import StateTensor, optimizers_of, state_of
@@ -43,8 +43,8 @@ def make_slot_places(model: nn.Module, optimizer: Any, found: Mapping[str, Any])
 
 def _missing(here: list[StateTensor], found: Mapping[str, Any]) -> list[str]:
     known = {s.name for s in here}
-    return [n for n, x in found.items() if n.startswith(PREFIX) and n not in known and _is_form(x)]
-
-
-def _is_form(x: Any) -> bool:
-    return isinstance(x, Tensor) or (hasattr(x, "shape") and hasattr(x, "dtype"))
+    return [
+        n
+        for n, x in found.items()
+        if n.startswith(PREFIX) and n not in known and hasattr(x, "dtype")
+    ]
