@@ -6,6 +6,7 @@ import gc
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,6 +69,7 @@ def plan(
     from tutti.planning.plan_file import as_records
 
     question = _question(devices, topology, global_batch, layout, memory, ranks, vary_precision)
+    question = replace(question, every=as_json or diff is not None)
     found: list[PlanAnswer] = []
 
     def seen(step: Step, batch: tuple[Any, ...]) -> None:

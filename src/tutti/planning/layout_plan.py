@@ -42,6 +42,7 @@ class PlanQuestion:
         capacity: bytes of a device for a step; by default `USABLE` of its memory.
         num_ranks: try only layouts of so many ranks; by default of all devices, or of one.
         precisions: of the layouts; by default that of `given`.
+        every: estimate layouts of a deep model that do not fit with smaller micro-batches either.
     """
 
     cluster: Cluster
@@ -51,6 +52,7 @@ class PlanQuestion:
     capacity: float | None = None
     num_ranks: int | None = None
     precisions: tuple[str, ...] = ()
+    every: bool = False
 
     @staticmethod
     def of(cluster: Cluster, **options: Any) -> PlanQuestion:
@@ -138,7 +140,7 @@ def answer(
     layouts = [*space.layouts(), *_alone(question, rows)]
     device = question.cluster.device
     capacity = question.capacity or USABLE * device.capacity.value
-    sizes = {"num_layouts": len(layouts), "capacity": capacity}
+    sizes = {"num_layouts": len(layouts), "capacity": capacity, "every": question.every}
     estimates = StepEstimates(job, batch, question.machine, **sizes)
 
     def ranking_of(layouts: list[Layout]) -> Ranking:

@@ -44,6 +44,7 @@ from tutti.planner.search.ranking import (
     first_fitting,
     first_pipelines,
 )
+from tutti.planner.search.surely_too_large import LeastPeaks, finest_first
 from tutti.planning.candidate_programs import CandidatePrograms, num_rows
 from tutti.planning.side_by_side import (
     OtherProcess,
@@ -70,6 +71,7 @@ class StepEstimates:
         num_layouts: that will be estimated: many layouts of a deep model are composed.
         programs: of a job and a batch; another class may edit the programs of an estimate.
         capacity: bytes of a device; a layout that needs more is tried with the placement of least memory.
+        every: estimate the layouts of a deep model that are surely too large, too.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class StepEstimates:
         num_layouts: int = 1,
         programs: Callable[..., CandidatePrograms] = CandidatePrograms,
         capacity: float = math.inf,
+        every: bool = True,
     ) -> None:
         self.job, self.batch, self.machine = job, batch, machine
         self._made_of = programs
@@ -92,6 +95,7 @@ class StepEstimates:
         self._marked: set[str] = set()  # precisions
         # Of a composed step, by precision, and whether there are micro-batches.
         self._refusals: dict[tuple[str, bool], TuttiError | None] = {}
+        self._least = None if every else LeastPeaks(capacity)
         # Placements of least memory, of the layouts that need them.
         self.found: dict[Layout, dict[str, str]] = {}
         self._on_processors = machine(job.layout).shares_memory
@@ -103,19 +107,33 @@ class StepEstimates:
         Raises:
             ShardingError, LayoutError, ScheduleError: the step does not allow it.
             IdleAxisError: an axis of it splits nothing.
+            SurelyTooLargeError: with smaller micro-batches it does not fit either.
         """
+        bounds = self._least if self._is_composed and not _has_bytes(layout) else None
+        if bounds is not None:
+            bounds.refuse(layout)
+        made, least_nbytes = self._fitting(layout)
+        if bounds is not None:
+            bounds.add(layout, least_nbytes)
+        return made
+
+    def _fitting(self, layout: Layout) -> tuple[Estimate, float]:
+        """The estimate, with the placement of least memory if it fits with that alone; and the bytes that
+        the layout needs at least under any placement."""
         made = self._estimate(layout, refined=False)
         ways = math.prod(layout.axes.get(a, 1) for a in _SEARCHED)
-        if not self._capacity < made.peak_nbytes <= ways * self._capacity:
-            return made  # it fits, or would not if all of it were split
+        if made.peak_nbytes <= self._capacity:
+            return made, made.peak_nbytes
+        if made.peak_nbytes > ways * self._capacity:
+            return made, made.peak_nbytes / ways  # too much, even if all of it were split
         programs = self._short_programs if self._is_composed else self._programs
         if (found := programs.smallest_place(layout)) is None:
-            return made
+            return made, made.peak_nbytes
         smaller = self._estimate(layout, refined=False, smallest=True)
         if smaller.peak_nbytes > self._capacity:
-            return made
+            return made, smaller.peak_nbytes
         self.found[layout] = found
-        return smaller
+        return smaller, smaller.peak_nbytes
 
     def of_many(
         self, layouts: Sequence[Layout]
@@ -127,6 +145,8 @@ class StepEstimates:
         """
         composed = self._is_composed
         number = 1 if self._on_processors else num_processes(layouts, composed=composed)
+        if composed and self._least is not None:
+            layouts = finest_first(layouts)
         if number == 1:
             return layouts, self
         # Captures, once for all processes: an optimizer's first step of another form runs for real.

@@ -61,7 +61,7 @@ def plan_table(ranking: Ranking, scale: StepScale, most: int) -> str:
     if len(fit) > most:
         text.append(f"and {len(fit) - most} more that fit (--top {len(fit)} shows them)")
     if over := [row for row in ranking.rows if not row.fits]:
-        text.append(_over(over, ranking.capacity, most))
+        text.append(_over(over, ranking, most))
     return "\n\n".join(text)
 
 
@@ -79,8 +79,9 @@ def _cells(number: str, row: RankedLayout, scale: StepScale) -> tuple[str, ...]:
     )
 
 
-def _over(rows: Sequence[RankedLayout], capacity: float, most: int) -> str:
-    head = f"{len(rows)} do not fit {format_nbytes(capacity)}; the nearest:"
+def _over(rows: Sequence[RankedLayout], ranking: Ranking, most: int) -> str:
+    capacity, number = ranking.capacity, len(rows) + len(ranking.beyond)
+    head = f"{number} do not fit {format_nbytes(capacity)}; the nearest:"
     cells = [
         (
             name_of(row.layout),
@@ -89,7 +90,13 @@ def _over(rows: Sequence[RankedLayout], capacity: float, most: int) -> str:
         )
         for row in rows[: min(most, 5)]
     ]
-    return f"{head}\n{columns(('layout', 'peak memory', ''), cells)}"
+    text = f"{head}\n{columns(('layout', 'peak memory', ''), cells)}"
+    if not ranking.beyond:
+        return text
+    return (
+        f"{text}\n\n{len(ranking.beyond)} of them have no estimate, since they do not fit with smaller "
+        "micro-batches either (--json estimates them, too)."
+    )
 
 
 def name_of(layout: str) -> str:

@@ -10,6 +10,7 @@ from tutti.errors import LayoutError, PlanError, ScheduleError, ShardingError
 from tutti.layout import Layout
 from tutti.planner.estimates.layout_estimate import Estimate
 from tutti.planner.search.idle_axes import IdleAxisError
+from tutti.planner.search.surely_too_large import SurelyTooLargeError
 from tutti.quantities import format_nbytes
 
 # Layouts at the top of the table that get a better estimate.
@@ -39,18 +40,20 @@ class Ranking:
     refused: layouts that the step does not allow, with the reason.
     capacity: bytes of a device that a step may use.
     left_out: layouts with an axis that splits nothing, with the reason.
+    beyond: layouts without an estimate that do not fit with smaller micro-batches either, with the reason.
     """
 
     rows: tuple[RankedLayout, ...]
     refused: tuple[tuple[str, str], ...]
     capacity: float
     left_out: tuple[tuple[str, str], ...] = ()
+    beyond: tuple[tuple[str, str], ...] = ()
 
     def merged(self, other: Ranking) -> Ranking:
         """With the layouts of another ranking of the same step."""
         rows = tuple(_sorted([*self.rows, *other.rows]))
         refused, left_out = self.refused + other.refused, self.left_out + other.left_out
-        return Ranking(rows, refused, self.capacity, left_out)
+        return Ranking(rows, refused, self.capacity, left_out, self.beyond + other.beyond)
 
     @property
     def best(self) -> RankedLayout:
@@ -86,7 +89,7 @@ class Ranking:
         for row in self.rows:
             if row.layout == wanted:
                 return row
-        why = dict(self.refused + self.left_out).get(
+        why = dict(self.refused + self.left_out + self.beyond).get(
             wanted, "it is not among the layouts of this plan"
         )
         raise PlanError(f'no estimate of layout "{wanted}"', why=why)
@@ -141,12 +144,15 @@ def ranked(
     rows: list[RankedLayout] = []
     refused: list[tuple[str, str]] = []
     left_out: list[tuple[str, str]] = []
+    beyond: list[tuple[str, str]] = []
     for layout in layouts:
         seen(layout)
         try:
             made = estimate(layout)
         except IdleAxisError as error:
             left_out.append((str(layout), error.what))
+        except SurelyTooLargeError as error:
+            beyond.append((str(layout), error.what))
         except (LayoutError, ShardingError, ScheduleError) as error:
             refused.append((str(layout), error.what))
         else:
@@ -154,7 +160,7 @@ def ranked(
     rows = _sorted(rows)
     if refined is not None:
         rows = _with_refined(rows, refined, capacity, refused)
-    return Ranking(tuple(rows), tuple(refused), capacity, tuple(left_out))
+    return Ranking(tuple(rows), tuple(refused), capacity, tuple(left_out), tuple(beyond))
 
 
 def _with_refined(
