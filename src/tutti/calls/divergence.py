@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from tutti.calls.sharded_batch import kind_of, shardings_of
 from tutti.calls.weight_samples import Samples, offset_sample
+from tutti.capture.state.free_numbers import is_free_float
 from tutti.comm.collectives.bulletin import Bulletin
 from tutti.comm.collectives.exchange import exchange_texts
 from tutti.comm.collectives.group import Group, collective_timeout
@@ -580,14 +581,16 @@ def _num_fixed(data: bytes) -> int:
 def _kind(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.shape, x.dtype, kind_of(x)
-    return float if isinstance(x, float) else (type(x), x)
+    if isinstance(x, float):
+        return float if is_free_float(x) else repr(x)
+    return type(x), x
 
 
 def _said(x: Any) -> str:
     if isinstance(x, Tensor):
         sharded = f" in {'x'.join(map(str, x.placements))}" if isinstance(x, DTensor) else ""
         return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}{sharded}"
-    return "a float" if isinstance(x, float) else repr(x)[:100]
+    return "a float" if is_free_float(x) else repr(x)[:100]
 
 
 def _without(leaves: Sequence[int], data: bytes) -> bytes:

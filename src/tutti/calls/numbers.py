@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tutti.calls.tables import are_same
+from tutti.capture.state.free_numbers import is_free_float
 from tutti.capture.state.lift import SCHEDULED, hypers_of, numbers, optimizers_of
 
 
@@ -37,7 +38,7 @@ class Numbers:
             return numbers(self._optimizer, leaves, python)
         if python:
             values |= python
-        floats = [x for x in leaves if isinstance(x, float)]
+        floats = [x for x in leaves if is_free_float(x)]
         return values | {f"number.{k}": x for k, x in enumerate(floats)} if floats else values
 
 

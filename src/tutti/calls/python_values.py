@@ -27,6 +27,7 @@ from tutti.capture.python.python_state import (
     PythonState,
     values_of,
 )
+from tutti.capture.state.free_numbers import is_finite
 from tutti.capture.step import Captured
 
 Read = Callable[[], Sequence[Any]]
@@ -106,7 +107,7 @@ class PythonValues:
     def _changed(self, before: PythonState, now: PythonState) -> set[str]:
         old = self._numbers
         self._numbers = _plain_numbers(now)
-        return {n for n, x in self._numbers.items() if n in old and old[n] != x}
+        return {n for n, x in self._numbers.items() if n in old and not _is_same(old[n], x)}
 
     def _plan(self, state: PythonState) -> None:
         """The reads of each call, and their last values."""
@@ -184,7 +185,7 @@ class PythonValues:
             return None
         if any(contents_of(array) != held for array, held in self._arrays):
             return None
-        if [*map(type, values)] != self._types:
+        if [*map(type, values)] != self._types or not all(map(is_finite, values)):
             return None
         if self._several and [values[i] for i in self._firsts] != values:
             return None
@@ -206,6 +207,11 @@ def _first_other(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
     old, new = {one[0]: one[1:] for one in before}, {one[0]: one[1:] for one in now}
     names = [*new, *(name for name in old if name not in new)]
     return next((n for n in names if old.get(n) != new.get(n)), "")
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    """Whether a number is unchanged; one NaN is as good as another."""
+    return before == now or (before != before and now != now)
 
 
 def form_of(value: Any) -> Any:

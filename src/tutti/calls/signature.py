@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from tutti.calls.hooks import Hooks
 from tutti.calls.sharded_batch import kind_of
 from tutti.calls.tables import are_same, values_of
+from tutti.capture.state.free_numbers import is_free_float
 from tutti.errors import CaptureError
 from tutti.graph.text import SHORT
 from tutti.torch_private.module_tables import children_of, parameters_of
@@ -64,7 +65,7 @@ def _leaf(x: Any) -> Any:
     if isinstance(x, Tensor):
         return (tuple(x.shape), x.dtype, x.device, kind_of(x))
     if isinstance(x, float):
-        return float  # an input of the graph
+        return float if is_free_float(x) else repr(x)
     try:
         hash(x)
     except TypeError:

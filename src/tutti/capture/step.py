@@ -58,6 +58,7 @@ from tutti.capture.state.compiled import nothing_compiled
 from tutti.capture.state.first_form import make_slots
 from tutti.capture.state.first_options import options_watched, refuse_first_options
 from tutti.capture.state.found_gradients import Found, found_gradients, note_found
+from tutti.capture.state.free_numbers import is_free_float
 from tutti.capture.state.gradients import (
     Gradients,
     gradients_there,
@@ -299,7 +300,7 @@ class _Lifted:
         self.train_step, self.model, self.optimizer = train_step, model, optimizer
         self.state, self.leaves, self.spec, self.mode = state, leaves, spec, mode
         self.hypers = hypers_of(optimizer)
-        self.number_leaves = [i for i, x in enumerate(leaves) if isinstance(x, float)]
+        self.number_leaves = [i for i, x in enumerate(leaves) if is_free_float(x)]
         self.tensor_leaves = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         self.names = (
             [s.name for s in state]

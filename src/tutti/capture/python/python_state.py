@@ -44,6 +44,7 @@ from tutti.capture.python.optimizer_tables import group_tables, holders, slot_ta
 from tutti.capture.python.plain_values import equal, is_number, is_plain_number, sign
 from tutti.capture.python.reach import PLAIN, reach
 from tutti.capture.python.symbols import SYMBOLS
+from tutti.capture.state.free_numbers import is_finite
 from tutti.capture.state.lift import is_scheduled
 from tutti.errors import CaptureError
 from tutti.graph.players.device import device_of
@@ -209,7 +210,7 @@ class PythonState:
     def _is_input(self, name: str, entry: TableEntry, value: Any) -> bool:
         if not is_plain_number(value) or name in self.findings.fixed or not entry.table.writable:
             return False
-        if self.findings.is_unread(name):
+        if self.findings.is_unread(name) or not is_finite(value):
             return False
         return name in self.findings.varying and not self.is_scheduled(entry, value)
 

@@ -21,6 +21,7 @@ from tutti.capture.state.first_step import (
     take_first_step,
 )
 from tutti.capture.state.first_values import first_values
+from tutti.capture.state.free_numbers import is_free_float
 from tutti.capture.state.fused import as_ops, qualifies
 from tutti.errors import CaptureError, TuttiError
 from tutti.torch_private.dispatch_modes import TorchDispatchMode
@@ -133,7 +134,7 @@ def numbers(
     """Every number that is an input of the graph, by name: hyper-parameters, those of the step's own
     `python`, and floats of the batch."""
     values = {h.name: h.value for h in hypers_of(optimizer)} | dict(python or {})
-    floats = [x for x in leaves if isinstance(x, float)]
+    floats = [x for x in leaves if is_free_float(x)]
     return values | {f"number.{k}": x for k, x in enumerate(floats)}
 
 
