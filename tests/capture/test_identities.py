@@ -189,7 +189,65 @@ def a_teacher() -> Program:
     return losing(made, loss_of)
 
 
+def _with_means(mean_of: Callable[[Any], Tensor]) -> Program:
+    """Momentum by hand, in tensors that `mean_of` makes at the first use."""
+
+    @torch.no_grad()
+    def look(p: Any) -> None:
+        mean = mean_of(p)
+        mean.mul_(0.9).add_(p.grad)
+        p.grad.copy_(mean)
+
+    return looking(small_model(), look)
+
+
+def filled_by_tensor() -> Program:
+    means: Any = defaultdict(dict)
+
+    def mean_of(p: Any) -> Tensor:
+        if "mean" not in means[p]:
+            means[p]["mean"] = torch.zeros_like(p)
+        return means[p]["mean"]
+
+    return _with_means(mean_of)
+
+
+def filled_by_id() -> Program:
+    means: dict[int, Tensor] = {}
+
+    def mean_of(p: Any) -> Tensor:
+        if id(p) not in means:
+            means[id(p)] = torch.zeros_like(p)
+        return means[id(p)]
+
+    return _with_means(mean_of)
+
+
+def filled_by_pair() -> Program:
+    means: dict[Any, Tensor] = {}
+    return _with_means(lambda p: means.setdefault(("mean", p), torch.zeros_like(p)))
+
+
+def a_dict_made_late() -> Program:
+    """With the last gradients by tensor, by id, and the id of a tensor."""
+    made, held = small_model(), SimpleNamespace(last=None, first=None)
+
+    @torch.no_grad()
+    def look(p: Any) -> None:
+        if held.last is None:
+            held.last = {q: (id(q), q.grad.clone()) for q in made.parameters()}
+            held.first = [id(next(made.parameters()))]
+        number, before = held.last[p]
+        assert number == id(p)
+        held.last[p] = number, p.grad.clone()
+        p.grad.add_(before, alpha=2.0 if held.first[0] == id(p) else 0.5)
+
+    return looking(made, look)
+
+
+FILLED = [filled_by_tensor, filled_by_id, filled_by_pair, a_dict_made_late]
 PROGRAMS = [
+    *FILLED,
     sets,
     keys,
     ids,
@@ -209,7 +267,7 @@ def test_one_device_and_a_layout(program: Callable[[], Program]) -> None:
 
 @pytest.mark.parametrize("layout", ["data=2 zero=3", "tensor=2"])
 @pytest.mark.parametrize(
-    "program", [sets, keys, ids, an_optimizer_by_hand], ids=lambda p: p.__name__
+    "program", [sets, keys, ids, an_optimizer_by_hand, *FILLED], ids=lambda p: p.__name__
 )
 def test_on_ranks(ranks: Ranks, program: Callable[[], Program], layout: str) -> None:
     assert_as_eager_on_ranks(ranks, program, layout, CALLS)
@@ -239,6 +297,23 @@ def test_containers_stay_as_they_are() -> None:
     tutti.distribute(step, made, optimizer, "")(*batch)
     assert all(a is b and i == j for (a, i), (b, j) in zip(keys.items(), before[0], strict=True))
     assert held == before[1] and [*keys] == [*made.parameters()]
+
+
+def test_a_container_has_the_keys_that_the_step_adds() -> None:
+    made = small_model()
+    found: dict[Any, Any] = {}
+    numbers: dict[int, int] = {}
+
+    def look(p: Any) -> None:
+        found[p] = found.get(p, 0) + 1
+        numbers[id(p)] = numbers.get(id(p), 0) + 1
+
+    step, _, optimizer, batch = looking(made, look)
+    played = tutti.distribute(step, made, optimizer, "")
+    for calls in (1, 2, 3):
+        played(*batch)
+        assert [*found.items()] == [(p, calls) for p in made.parameters()]
+        assert [*numbers.items()] == [(id(p), calls) for p in made.parameters()]
 
 
 def test_a_name_of_a_value_by_parameter() -> None:

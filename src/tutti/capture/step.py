@@ -482,8 +482,9 @@ class _Lifted:
             ) as self.grads,
         ):
             args = (self.model,) if self.optimizer is None else (self.model, self.optimizer)
-            begun = self.python.begin(symbols, state | self._renewed(flat), self.mode, self.before)
-            self.python.hold(s.tensor for s in self.state)
+            tensors = [s.tensor for s in self.state]
+            renewed = state | self._renewed(flat)
+            begun = self.python.begin(symbols, renewed, self.mode, self.before, tensors)
             attributes = TensorAttributes(self.state, flat)
             with (
                 attributes.on_fakes(),
@@ -507,6 +508,7 @@ class _Lifted:
             self.tables.refuse_others()
             self.left = self.tables.left(begun.stand_ins)
             self.effects, self.changed = begun.effects(), begun.changed
+            self.python.hold(tensors)
             self.with_tensors, self.lost = begun.with_tensors, begun.lost
             self.resized, self.added = begun.resized, begun.added
             self.stand_ins = begun.stand_ins

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -51,16 +51,35 @@ class Table:
             return self.prefix
         if self.kind != ITEM:
             return f"{self.prefix}{key}"
-        return f"{self.prefix}[{self._of_tensor(key) if isinstance(key, Tensor) else repr(key)}]"
+        return f"{self.prefix}[{self._text(key)}]"
+
+    def _text(self, key: Any) -> str:
+        """A key in a name: the same on every rank, which has other tensors and ids."""
+        if isinstance(key, Tensor):
+            return self._of_tensor(key)
+        if type(key) is int and key in self._ids:
+            return f"id of tensor {self._ids[key]}"
+        if type(key) is tuple:
+            return f"({', '.join(map(self._text, key))})"
+        return repr(key)
+
+    @functools.cached_property
+    def _ids(self) -> Mapping[int, int]:
+        return {}
+
+    def name_ids(self, numbers: Mapping[int, int]) -> None:
+        """Let keys that are ids of tensors have names by these numbers of the tensors."""
+        self.__dict__["_ids"] = numbers
 
     @functools.cached_property
     def _numbers(self) -> dict[int, int]:
-        """By id of a tensor among the keys, its number among them."""
-        return {id(key): i for i, key in enumerate(self.find()) if isinstance(key, Tensor)}
+        """By id of a tensor among the keys, its number among them; a new one comes behind the others."""
+        tensors = (key for key in self.find() if isinstance(key, Tensor))
+        return {id(key): i for i, key in enumerate(tensors)}
 
     def _of_tensor(self, key: Tensor) -> str:
         """A text that is the same for all values of the tensor."""
-        return f"tensor {self._numbers.get(id(key), 'that is new')}"
+        return f"tensor {self._numbers.setdefault(id(key), len(self._numbers))}"
 
     def name_as(self, new: Any, key: Any) -> None:
         """Let `new` have the name of `key`, in whose place it is for a while."""

@@ -134,6 +134,7 @@ class Findings:
         appended: lists to which the step appends, and which it does not read: no trace depends on them.
         used: longer lists that the step reads, too.
         held: by id, tensors whose ids the step's Python has: no other object may get these ids.
+        ids: of the model's tensors, each with the tensor's number.
     """
 
     varying: set[str] = field(default_factory=set)
@@ -142,6 +143,7 @@ class Findings:
     appended: set[str] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
     held: dict[int, Tensor] = field(default_factory=dict)
+    ids: dict[int, int] = field(default_factory=dict)
     _expected: bool = False
 
     def is_unread(self, name: str) -> bool:
@@ -192,6 +194,11 @@ class PythonState:
         self.tables = distinct([*reached.tables, *groups, *slots])
         self._slots = self.tables[len(reached.tables) + len(groups) :]
         self._groups = {id(table) for table in self.tables[len(reached.tables) :][: len(groups)]}
+        # Later ones are shards, while keys may be ids of the first ones.
+        findings.ids |= {id(x): i for i, x in enumerate((*model.parameters(), *model.buffers()))}
+        for table in self.tables:
+            if table.kind == ITEM:
+                table.name_ids(findings.ids)
         self.find_inputs()
         self._by_prefix = {(t.kind, t.prefix): t for t in reversed(self.tables)}
         self._by_name: dict[str, TableEntry] | None = None
@@ -281,17 +288,19 @@ class PythonState:
         state: Mapping[int, Tensor],
         mode: FakeTensorMode,
         left: Sequence[LeftValue] = (),
+        tensors: Sequence[Tensor] = (),
     ) -> BegunTrace:
         """Put `symbols`, by name, in place of the inputs, and `state` in place of the tensors with these ids.
 
         Fakes replace all other tensors. Call it inside of `restored`. With the values `left` by another
-        trace it is the next call's.
+        trace it is the next call's. The step may use `tensors`, of the state, as keys.
         """
         for number in self.numbers:
             number.put(symbols[number.name])
         for one in left:
             one.put()
         stand_ins: dict[int, Tensor] = {}
+        replaced = [*tensors]
         for name, entry, value in list(named(self.tables)):
             if not entry.table.writable:
                 continue
@@ -304,8 +313,12 @@ class PythonState:
             elif type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided:
                 if id(value) not in stand_ins:
                     stand_ins[id(value)] = _stand_in(value, mode)
+                    replaced.append(value)
                 entry.put(stand_ins[id(value)])
-        self._identities = Identities({**stand_ins, **state})
+        self._identities = Identities({**stand_ins, **state}, replaced)
+        for one in left:
+            if (value := self._identities.left_before(one.value)) is not one.value:
+                one.entry.put(value)
         self._inside.enter_context(self._identities.inside_of(self.tables))
         appended = put_in_place(self.tables, self.findings.appended)
         return BegunTrace(self, stand_ins, appended)
@@ -318,6 +331,10 @@ class PythonState:
     def key(self, key: Any) -> Any:
         """The key of a table outside of the trace, for one inside."""
         return self._identities.key(key)
+
+    def left(self, value: Any) -> Any:
+        """A value that the step leaves, for one inside of the trace."""
+        return self._identities.left(value)
 
     def entry_like(self, entry: TableEntry) -> TableEntry:
         """The entry of the same name in this walk, for one of an earlier walk."""
@@ -418,6 +435,7 @@ class BegunTrace:
                 old = before.get(key, MISSING)
                 if value is not old and not equal(value, old):
                     entry = TableEntry(table, self.state.key(key))
+                    value = self.state.left(value)
                     if self._is_effect(entry, old, value):
                         changed[id(table), entry.key] = entry, value
         for number in self.state.numbers:
