@@ -11,6 +11,10 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import StepLR
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from tutti.torch_private.optimizer_marks import (
     CHOICE_OF_SCALER,
@@ -89,7 +93,7 @@ def test_hooks_of_an_optimizer_are_in_two_tables() -> None:
     assert has_hooks(optimizer) and not has_hooks(object())
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    assert [len(table or ()) for table in hooks_of_optimizer(optimizer)] == [1, 1]
+    assert [len(table or ()) for table in hooks_of_optimizer(optimizer)] == [1, 1, 0, 0]
     assert [*hooks_of_optimizer(object())] == [None, None]
     with hooks_off(optimizer):
         optimizer.step()
@@ -99,6 +103,25 @@ def test_hooks_of_an_optimizer_are_in_two_tables() -> None:
     remove_hooks(optimizer)
     optimizer.step()
     assert seen == ["before", "after"]
+
+
+def test_hooks_of_all_optimizers_are_in_two_more_tables() -> None:
+    optimizer, seen = _adam(), []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: seen.append("before")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("after")),
+    ]
+    try:
+        assert [len(table or ()) for table in hooks_of_optimizer(optimizer)] == [0, 0, 1, 1]
+        with hooks_off(optimizer):
+            optimizer.step()
+        assert seen == []
+        optimizer.step()
+        assert seen == ["before", "after"]
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert [len(table or ()) for table in hooks_of_optimizer(optimizer)] == [0, 0, 0, 0]
 
 
 def test_a_scaler_asks_one_function_whether_to_step() -> None:

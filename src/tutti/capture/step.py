@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
+import tutti.capture.python.outside_kept  # noqa: F401
 from tutti.capture.batch import called, taken
 from tutti.capture.forms import flattened, returnable
 from tutti.capture.one_process import communicating_ops, one_process

@@ -9,8 +9,10 @@ from typing import Any
 
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_OF_ALL: tuple[Any, ...] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 
 # Attributes that PyTorch sets in an optimizer's step: that it has stepped, that it has warned, that a fused
 # kernel has checked its tensors.
@@ -59,11 +61,13 @@ def has_hooks(optimizer: Any) -> bool:
 
 
 def hooks_of_optimizer(optimizer: Any) -> Iterator[dict[int, Any] | None]:
-    """The two tables of hooks before and after an optimizer's step; None for one without tables.
+    """The tables of hooks before and after an optimizer's step, its own two and those of all optimizers; None
+    for one without tables.
 
     Why: a hook added after a trace requires another trace. Public: none.
     """
-    return (getattr(optimizer, name, None) for name in _HOOKS)
+    own = [getattr(optimizer, name, None) for name in _HOOKS]
+    return iter([*own, *_OF_ALL] if None not in own else own)
 
 
 def remove_hooks(optimizer: Any) -> None:
@@ -77,11 +81,14 @@ def remove_hooks(optimizer: Any) -> None:
 
 @contextmanager
 def hooks_off(optimizer: Any) -> Iterator[None]:
-    """Inside, an optimizer steps without its hooks.
+    """Inside, an optimizer steps without its hooks and those of all optimizers.
 
     Why: as `stepped_mark_kept`. Public: none.
     """
     kept = {name: getattr(optimizer, name) for name in _HOOKS if hasattr(optimizer, name)}
+    of_all = [dict(table) for table in _OF_ALL]
+    for table in _OF_ALL:
+        table.clear()
     try:
         for name in kept:
             setattr(optimizer, name, type(kept[name])())
@@ -89,6 +96,8 @@ def hooks_off(optimizer: Any) -> Iterator[None]:
     finally:
         for name, table in kept.items():
             setattr(optimizer, name, table)
+        for table, hooks in zip(_OF_ALL, of_all, strict=True):
+            table.update(hooks)
 
 
 # The method `(scaler, optimizer, state, *args, **options)` of `GradScaler` that steps an optimizer or skips

@@ -31,6 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tutti import errors
 from tutti.capture.python.held_values import CELL, ITEM, MEMBER, SCOPE, SLOT, Table, plain_sequence
 from tutti.capture.state.lift import is_scheduled, names_of
+from tutti.capture.state.optimizer_copies import own_step
 from tutti.capture.state.tensor_attributes import NOT_OF_USERS, user_attributes
 from tutti.torch_private.module_tables import (
     buffers_of,
@@ -314,6 +315,9 @@ class _Walk:
                 if key != "params" and not is_scheduled(key, value):
                     self._value(value, f"{prefix}.{g}.{key}")
         self._state_of(one, prefix)
+        if (step := own_step(one)) is not None:
+            self._value(step, f"{prefix}.step")
+        self._data_of(type(one))
         self._methods(type(one))
 
     def _state_of(self, one: Optimizer, prefix: str) -> None:

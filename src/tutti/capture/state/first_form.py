@@ -37,6 +37,7 @@ from tutti.capture.state.lift import (
 )
 from tutti.capture.state.slots_by_form import make_slots_by_form
 from tutti.capture.state.stand_ins import SEED, StandIns, step_with, values_like
+from tutti.capture.state.trial_steps import trial
 from tutti.errors import CaptureError, TuttiError
 from tutti.torch_private.pytrees import tree_leaves
 
@@ -89,7 +90,14 @@ def make_places(optimizer: Any) -> None:
         kept = [p.grad for p in params]
         try:
             ours = OurRandomness(SEED, 0)
-            with _host_randomness_kept(), ours, rewinding(ours), undo, without_hooks(one):
+            with (
+                _host_randomness_kept(),
+                ours,
+                rewinding(ours),
+                undo,
+                trial(one),
+                without_hooks(one),
+            ):
                 step_with(one, params, grads, by_closure=False)
         except Exception as error:
             kind = type(one).__name__

@@ -28,6 +28,7 @@ from tutti.torch_private.autograd_engine import version_of
 from tutti.torch_private.dispatch_modes import no_torch_function
 from tutti.torch_private.fake_tensors import FakeTensor
 from tutti.torch_private.module_tables import hooks_of_tensor, parameters_of
+from tutti.torch_private.multi_grad_hooks import for_copy, wait_for
 from tutti.torch_private.storages import memory_id
 from tutti.user_lines import quoted, user_line
 
@@ -400,6 +401,7 @@ def hooked(state: Sequence[StateTensor], flat: Sequence[Any]) -> Iterator[None]:
             on, after = _hooks_of(s.tensor)
             for hook in on:
                 stack.callback(x.register_hook(_explained(hook, s.name)).remove)
+                stack.callback(wait_for(hook, x))
             for hook in after:
                 handle = x.register_post_accumulate_grad_hook(_explained(hook, s.name))
                 stack.callback(handle.remove)
@@ -423,9 +425,10 @@ def _explained(hook: Any, name: str) -> Any:
 
 def carry_hooks(model: nn.Module, other: nn.Module) -> None:
     """Give the parameters of a copy of `model` its gradient hooks, which a copy drops."""
+    waiting: dict[int, Any] = {}
     for old, new in zip(model.parameters(), other.parameters(), strict=True):
         on, after = _hooks_of(old)
         for hook in on:
-            new.register_hook(hook)
+            new.register_hook(for_copy(hook, new, waiting))
         for hook in after:
             new.register_post_accumulate_grad_hook(hook)

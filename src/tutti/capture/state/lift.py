@@ -23,6 +23,7 @@ from tutti.capture.state.first_step import (
 from tutti.capture.state.first_values import first_values
 from tutti.capture.state.free_numbers import is_free_float
 from tutti.capture.state.fused import as_ops, qualifies
+from tutti.capture.state.trial_steps import trial
 from tutti.errors import CaptureError, TuttiError
 from tutti.torch_private.dispatch_modes import TorchDispatchMode
 from tutti.torch_private.module_tables import buffers_of, parameters_of
@@ -219,7 +220,7 @@ def create_slots(optimizer: Any) -> None:
                 p.grad = None
             for p in fresh:
                 p.grad = torch.zeros_like(p)
-            with undo, without_hooks(one), first_values(one, fresh), _at_first(one):
+            with undo, trial(one), without_hooks(one), first_values(one, fresh), _at_first(one):
                 take_first_step(one, fresh)
         finally:
             for p, grad in kept:

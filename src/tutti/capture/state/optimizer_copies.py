@@ -42,6 +42,19 @@ def _steps(old: Optimizer, name: str, value: Any) -> bool:
     return name == "step" and (own or is_wrapped_by_scheduler(value))
 
 
+def own_step(optimizer: Any) -> Any:
+    """The function that the user has put in place of an optimizer's `step`; None without one.
+
+    Wrappers of schedulers do not count.
+    """
+    step: Any = vars(optimizer).get("step")
+    while step is not None and is_wrapped_by_scheduler(step):
+        step = getattr(step, "__wrapped__", None)
+    if step is None or getattr(plain(step), "__self__", None) is optimizer:
+        return None
+    return None if step is getattr(type(optimizer), "step", None) else step
+
+
 def copied(value: Any, memo: Memo) -> Any:
     """A copy, or the value itself if it cannot be copied (a lock, a file, a process group)."""
     known = {*memo, id(memo)}  # under its own id `memo` keeps visited objects alive

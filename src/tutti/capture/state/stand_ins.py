@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from tutti.capture.second_trace.random_ops import OurRandomness, rewinding
 from tutti.capture.state.first_step import inner_optimizers
 from tutti.capture.state.lift import create_slots, place_counts
 from tutti.capture.state.optimizer_copies import Memo, copied, optimizers_copied_whole
+from tutti.capture.state.trial_steps import trial
 from tutti.graph.players.device import device_of
-from tutti.torch_private.optimizer_marks import remove_hooks
+from tutti.torch_private.optimizer_marks import hooks_off, remove_hooks
 
 NUM_STEPS = 3
 # The copies of a parameter with more elements have dims of at most this size.
@@ -36,6 +38,7 @@ class StandIns:
         self, one: Optimizer, most_elements: int = MOST_ELEMENTS, longest: int = LONGEST
     ) -> None:
         self._most_elements, self._longest = most_elements, longest
+        self._original = one
         self._draw = torch.Generator().manual_seed(SEED)
         memo = self._stand_ins(one)
         self.of: dict[int, nn.Parameter] = {**memo}  # by id of a parameter, its stand-in
@@ -74,6 +77,13 @@ class StandIns:
         self.params.append(made)
         return made
 
+    @contextlib.contextmanager
+    def _trial(self) -> Iterator[None]:
+        with trial(self._original), contextlib.ExitStack() as stack:
+            for inner in inner_optimizers(self.optimizer):
+                stack.enter_context(hooks_off(inner))
+            yield
+
     @property
     def shared(self) -> list[set[Any]]:
         """The keys of the state that belong to no parameter."""
@@ -81,7 +91,7 @@ class StandIns:
 
     def make_slots(self) -> None:
         """Make slots as `create_slots` does before a capture."""
-        with OurRandomness(SEED, NUM_STEPS) as ours, rewinding(ours):
+        with self._trial(), OurRandomness(SEED, NUM_STEPS) as ours, rewinding(ours):
             create_slots(self.optimizer)
         for inner in inner_optimizers(self.optimizer):
             place_counts(inner)
@@ -93,7 +103,7 @@ class StandIns:
             random.seed(k)
             np.random.seed(k)
             grads = [values_like(list(p.shape), p, gradients) for p in self.params]
-            with OurRandomness(SEED, k) as ours, rewinding(ours):
+            with self._trial(), OurRandomness(SEED, k) as ours, rewinding(ours):
                 step_with(self.optimizer, self.params, grads, by_closure=by_closure)
         found: list[Any] = [[p.detach() for p in self.params]]
         for inner in inner_optimizers(self.optimizer):
