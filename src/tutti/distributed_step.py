@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +38,10 @@ from tutti.torch_private.optimizer_marks import mark_stepped
 from tutti.torch_private.pytrees import tree_flatten, tree_unflatten
 from tutti.user_lines import OnlyUsersFrames
 
-# The function of a command that only inspects a script (verify, explain), called instead of a step.
+# The function of a command that only inspects a script (verify, explain), if there is one. Every thread calls
+# it instead of a step; if it returns NotImplemented, the step is taken.
 Look = Callable[["Step", tuple[Any, ...]], Any]
-LOOK: ContextVar[Look | None] = ContextVar("look", default=None)
+LOOK: list[Look] = []
 
 
 @own_default_in("__call__", "state_dict", "load_state_dict", "save", "load", "explain")
@@ -89,8 +89,8 @@ class Step:
         With replicas: the results of this rank's replica for its rows of the batch.
         """
         batch = dense(taken(batch, named))
-        if (look := LOOK.get()) is not None:
-            return look(self, batch)
+        if LOOK and (looked := LOOK[-1](self, batch)) is not NotImplemented:
+            return looked
         if self._automatic is not None:
             given, self._automatic = self._automatic, None
             self._bind(*chosen(self._running.job, batch, given))

@@ -59,5 +59,5 @@ def translated() -> None:
 def test_the_first_error_of_a_rank(fails: Callable[[], None], kind: str, is_comm: bool) -> None:
     with pytest.raises(BaseException) as caught:
         fails()
-    found = _failure(caught.value, __file__, 1, 2.0)
+    found = _failure(caught.value, 1, 2.0)
     assert (found.kind, found.is_comm, found.rank, found.seconds) == (kind, is_comm, 1, 2.0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tutti.launch import worker
+from tutti.launch.script import Script
 
 
 def test_a_cause_that_cannot_be_recorded_is_printed(
@@ -21,7 +22,7 @@ def test_a_cause_that_cannot_be_recorded_is_printed(
     script = tmp_path / "train.py"
     script.write_text("raise ValueError('a batch of the wrong kind')\n")
     try:
-        assert worker._run(str(script), 0, tmp_path) == 1
+        assert worker._run(Script(str(script)), [], 0, tmp_path) == 1
     finally:
         worker._ending.clear()
     said = capsys.readouterr().err

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from tutti.cli.script_options import SCRIPT, IsModule, ScriptArguments
+from tutti.launch.script import Script
+
 
 def explain(
-    script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A Python script.")],
-    script_args: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Passed on as they are.")
-    ] = None,
+    script: Annotated[Script, SCRIPT],
+    script_args: ScriptArguments = None,
+    is_module: IsModule = False,
     layout: Annotated[str, typer.Option(help='Such as "data=2 tensor=2 zero=1".')] = "",
     tensor: Annotated[
         str | None, typer.Option(help="A name pattern: where these shardings came from.")
@@ -26,7 +27,7 @@ def explain(
     from tutti.cli.look import look
     from tutti.distributed_step import Step
 
-    def seen(step: Step, batch: tuple[Any, ...]) -> None:
-        print(step.mode.explain_call(batch, tensor=tensor, graph=graph), flush=True)
+    def seen(step: Step, batch: tuple[Any, ...]) -> str:
+        return step.mode.explain_call(batch, tensor=tensor, graph=graph)
 
-    look(script, script_args or [], layout, seen)
+    look(script, script_args or [], layout, seen, lambda text: print(text, flush=True))

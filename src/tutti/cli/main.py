@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import typer
@@ -10,6 +9,7 @@ from typer.core import TyperGroup
 
 from tutti.cli.calibrate import calibrate
 from tutti.cli.checkpoints import checkpoints
+from tutti.cli.ends import OwnProcess, told
 from tutti.cli.explain import explain
 from tutti.cli.plan_layouts import plan
 from tutti.cli.report import report
@@ -22,7 +22,6 @@ from tutti.errors import TuttiError
 
 # Arguments after the script belong to the script, options included.
 _SCRIPT_TAKES_THE_REST = {"allow_interspersed_args": False}
-MISTAKE = 2
 
 
 class _Commands(TyperGroup):
@@ -32,11 +31,18 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except TuttiError as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            raise typer.Exit(MISTAKE) from None
+            raise typer.Exit(told(error)) from None
 
 
-app = typer.Typer(
+class _Application(typer.Typer):
+    """The commands; a call of it plays one as this process."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        OwnProcess.begin()
+        return super().__call__(*args, **kwargs)
+
+
+app = _Application(
     cls=_Commands,
     help="Play one training step on many ranks.",
     no_args_is_help=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from collections import Counter
@@ -12,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tutti.cli.script_options import SCRIPT, IsModule, ScriptArguments
 from tutti.errors import PlanError
+from tutti.launch.script import Script
 
 if TYPE_CHECKING:
     from tutti.distributed_step import Step
@@ -20,10 +21,9 @@ if TYPE_CHECKING:
 
 
 def plan(
-    script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A Python script.")],
-    script_args: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Passed on as they are.")
-    ] = None,
+    script: Annotated[Script, SCRIPT],
+    script_args: ScriptArguments = None,
+    is_module: IsModule = False,
     devices: Annotated[
         str, typer.Option(help='Such as "64 x h100", "16 x this-machine", or a hardware file.')
     ] = "",
@@ -70,26 +70,25 @@ def plan(
 
     question = _question(devices, topology, global_batch, layout, memory, ranks, vary_precision)
     question = replace(question, every=as_json or diff is not None)
-    found: list[PlanAnswer] = []
 
-    def seen(step: Step, batch: tuple[Any, ...]) -> None:
-        found.append(answer(step.mode.running.job, batch, question, seen=_progress))
+    def seen(step: Step, batch: tuple[Any, ...]) -> PlanAnswer:
+        return answer(step.mode.running.job, batch, question, seen=_progress)
 
-    look(script, script_args or [], "", seen)
-    gc.freeze()  # the process ends soon: its last collection would take seconds for the programs of a plan
-    made = found[0]
-    _progress(0, 0)
-    if save is not None:
-        from tutti.version import VERSION
+    def show(made: PlanAnswer) -> None:
+        _progress(0, 0)
+        if save is not None:
+            from tutti.version import VERSION
 
-        made.plan(VERSION, devices or "this machine").write(save)
-    if as_json:
-        print(json.dumps(as_records(made.ranking), indent=1), flush=True)
-        for sentence in _not_listed(made, every=True):
-            print(sentence, file=sys.stderr)
-    else:
-        print(_text(made, why, diff, top), flush=True)
-    _ = made.ranking.best  # an error, if none fits
+            made.plan(VERSION, devices or "this machine").write(save)
+        if as_json:
+            print(json.dumps(as_records(made.ranking), indent=1), flush=True)
+            for sentence in _not_listed(made, every=True):
+                print(sentence, file=sys.stderr)
+        else:
+            print(_text(made, why, diff, top), flush=True)
+        _ = made.ranking.best  # an error, if none fits
+
+    look(script, script_args or [], "", seen, show)
 
 
 def _question(

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tutti.cli.script_options import SCRIPT, IsModule, ScriptArguments
 from tutti.errors import LayoutError, TuttiError
+from tutti.launch.script import Script
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,10 +23,9 @@ if TYPE_CHECKING:
 
 
 def run(
-    script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A Python script.")],
-    script_args: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Passed on as they are.")
-    ] = None,
+    script: Annotated[Script, SCRIPT],
+    script_args: ScriptArguments = None,
+    is_module: IsModule = False,
     num_ranks: Annotated[
         int | None,
         typer.Option("-n", min=1, help="Ranks to start; by default what the layout needs."),
@@ -65,7 +66,7 @@ def run(
     from tutti.layout.layout import Layout
 
     check_seconds()
-    words = [str(script), *(script_args or [])]
+    words = [*script.words, *(script_args or [])]
     made = None
     if plan is not None or "auto" in layout.split():
         made = _planned(plan, layout, num_ranks, words)

@@ -3,14 +3,31 @@ of the command.
 
     tutti plan --devices "64 x h100" train.py --lr 0.1         --lr is the script's
     tutti simulate train.py --layout ... --devices ...         both are needed: the command's
+    tutti plan -m project.train --lr 0.1                       a module, as python -m takes it
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
 
+import typer
 from typer.core import TyperCommand
+
+from tutti.launch.script import Script
+
+# The parameters of every command with a script.
+SCRIPT = typer.Argument(
+    parser=Script, metavar="SCRIPT", help="A Python script, or with -m a module."
+)
+ScriptArguments = Annotated[
+    list[str] | None, typer.Argument(metavar="[ARGS]...", help="Passed on as they are.")
+]
+IsModule = Annotated[
+    bool, typer.Option("-m", help="SCRIPT is the name of a module, as with python -m.")
+]
 
 # The options without which a command does nothing with a script.
 _NEEDED = {"simulate": ("layout", "devices")}
@@ -29,7 +46,9 @@ class ScriptCommand(TyperCommand):
             if any(option in behind for option in (f"--{name}" for name in needed)):
                 ctx.params.clear()
                 ctx.allow_interspersed_args = ctx.ignore_unknown_options = True
-                return super().parse_args(ctx, given)
+                rest = super().parse_args(ctx, given)
+        if ctx.params.get("script"):
+            ctx.params["script"] = _checked(ctx.params["script"], ctx.params["is_module"])
         return rest
 
     def invoke(self, ctx: Any) -> Any:
@@ -47,9 +66,30 @@ class ScriptCommand(TyperCommand):
         mine = {
             option
             for param in self.params
+            if param.name != "is_module"  # -m is an option of many scripts
             if ctx.params.get(param.name) == param.get_default(ctx)
             for option in param.opts
             if option not in ctx.help_option_names
         }
         words = (word.partition("=")[0] for word in ctx.params.get("script_args") or ())
         return [word for word in dict.fromkeys(words) if word in mine]
+
+
+def _checked(script: Script, is_module: bool) -> Script:
+    """The script, if there is a file of this name, or it can be the name of a module."""
+    path = Path(script.name)
+    if (
+        is_module
+        and all(part.isidentifier() for part in script.name.split("."))
+        and path.suffix != ".py"
+    ):
+        return replace(script, is_module=True)
+    if is_module:
+        fix = ".".join(path.with_suffix("").parts)
+        raise typer.BadParameter(
+            f"'{script}' is not the name of a module; try '-m {fix}'.", param_hint="SCRIPT"
+        )
+    if not path.is_file():
+        wrong = "is a directory" if path.is_dir() else "does not exist"
+        raise typer.BadParameter(f"File '{script}' {wrong}.", param_hint="SCRIPT")
+    return script

@@ -7,14 +7,15 @@ from typing import Annotated
 
 import typer
 
+from tutti.cli.script_options import SCRIPT, IsModule, ScriptArguments
 from tutti.errors import LayoutError
+from tutti.launch.script import Script
 
 
 def serve(
-    script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A Python script.")],
-    script_args: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Passed on as they are.")
-    ] = None,
+    script: Annotated[Script, SCRIPT],
+    script_args: ScriptArguments = None,
+    is_module: IsModule = False,
     layout: Annotated[str, typer.Option(help='Such as "replica=3 server=2 sync=async".')] = "",
     number: Annotated[int, typer.Option(min=0, help="Which of the layout's servers.")] = 0,
     listen: Annotated[str, typer.Option(help="host:port, reachable by the workers.")] = "",
@@ -54,6 +55,6 @@ def serve(
         environment[RECORDS.name] = str(records.absolute())
     if repair:
         environment[REPAIR.name] = "1"
-    command = [str(script), *(script_args or [])]
+    command = [*script.words, *(script_args or [])]
     supervisor = Supervisor(parsed, [Role(SERVER, number)], command, environment=environment)
     raise typer.Exit(supervisor.run())

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tutti.cli.script_options import SCRIPT, IsModule, ScriptArguments
+from tutti.launch.script import Script
+
 if TYPE_CHECKING:
     from tutti.pipeline.schedule.schedule import Schedule
     from tutti.planner.simulator import Timeline
 
 
 def simulate(
-    script: Annotated[
-        Path | None, typer.Argument(exists=True, dir_okay=False, help="A Python script.")
-    ] = None,
-    script_args: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Passed on as they are.")
-    ] = None,
+    script: Annotated[Script | None, SCRIPT] = None,
+    script_args: ScriptArguments = None,
+    is_module: IsModule = False,
     layout: Annotated[str, typer.Option(help='With a script: such as "data=8 zero=3".')] = "",
     devices: Annotated[str, typer.Option(help='With a script: such as "64 x h100".')] = "",
     global_batch: Annotated[
@@ -70,7 +70,7 @@ def simulate(
         recovery = Recovery(3600 * mtbf, save_seconds, restart_seconds) if mtbf else None
         options = {"rows": global_batch, "serve": serve_seconds, "trace": trace, "svg": svg}
         words = script, script_args or []
-        print(simulated(*words, layout, devices, faults, recovery, **options), flush=True)
+        simulated(*words, layout, devices, faults, recovery, **options)
         return
     if not schedule:
         raise ScheduleError(

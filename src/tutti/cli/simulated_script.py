@@ -9,11 +9,12 @@ from tutti.errors import PlanError
 
 if TYPE_CHECKING:
     from tutti.distributed_step import Step
+    from tutti.launch.script import Script
     from tutti.planning.simulated_run import Faults, Recovery, SimulatedRun
 
 
 def simulated(
-    script: Path,
+    script: Script,
     arguments: list[str],
     layout: str,
     devices: str,
@@ -24,8 +25,8 @@ def simulated(
     serve: float,
     trace: Path | None,
     svg: Path | None,
-) -> str:
-    """What the command prints; writes traces and the image.
+) -> None:
+    """Print the step; write traces and the image.
 
     Raises:
         PlanError: no devices.
@@ -42,25 +43,25 @@ def simulated(
     if not devices:
         raise PlanError("simulate needs devices", fix=f'--devices "{parsed.num_ranks} x h100"')
     cluster = cluster_of(devices)
-    found: list[SimulatedRun] = []
 
-    def seen(step: Step, batch: tuple[Any, ...]) -> None:
+    def seen(step: Step, batch: tuple[Any, ...]) -> SimulatedRun:
         from dataclasses import replace
 
         job = replace(step.mode.running.job, layout=parsed)
-        found.append(simulated_run(job, batch, cluster, faults, recovery, rows=rows, serve=serve))
+        return simulated_run(job, batch, cluster, faults, recovery, rows=rows, serve=serve)
 
-    look(script, arguments, "", seen)
-    made = found[0]
-    text = [_summary(made, faults, str(parsed))]
-    if made.estimate.timeline is not None:
-        text.append(drawing.staircase(made.estimate.timeline))
-        if svg is not None:
-            drawing.write_svg(made.estimate.timeline, svg)
-    if trace is not None:
-        paths = write_traces(made.events, made.estimate.layout, made.estimate.seconds, trace)
-        text.append(f"{len(paths)} traces in {trace}: one rank of each pipeline rank")
-    return "\n\n".join(text)
+    def show(made: SimulatedRun) -> None:
+        text = [_summary(made, faults, str(parsed))]
+        if made.estimate.timeline is not None:
+            text.append(drawing.staircase(made.estimate.timeline))
+            if svg is not None:
+                drawing.write_svg(made.estimate.timeline, svg)
+        if trace is not None:
+            paths = write_traces(made.events, made.estimate.layout, made.estimate.seconds, trace)
+            text.append(f"{len(paths)} traces in {trace}: one rank of each pipeline rank")
+        print("\n\n".join(text), flush=True)
+
+    look(script, arguments, "", seen, show)
 
 
 def _summary(made: SimulatedRun, faults: Faults, layout: str) -> str:

@@ -7,12 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
+from tutti.cli.script_options import SCRIPT, IsModule, ScriptArguments
+from tutti.launch.script import Script
+
 
 def verify(
-    script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A Python script.")],
-    script_args: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Passed on as they are.")
-    ] = None,
+    script: Annotated[Script, SCRIPT],
+    script_args: ScriptArguments = None,
+    is_module: IsModule = False,
     layout: Annotated[str, typer.Option(help='Such as "data=2 tensor=2 zero=1".')] = "",
     steps: Annotated[int, typer.Option(min=1, help="Steps to compare.")] = 2,
     report: Annotated[
@@ -33,10 +35,9 @@ def verify(
 
     if report is not None:
         check_report_folder(report)
-    verdicts: list[Verdict] = []
 
-    def seen(step: Step, batch: tuple[Any, ...]) -> None:
-        verdict = api.verify(
+    def seen(step: Step, batch: tuple[Any, ...]) -> Verdict:
+        return api.verify(
             step.train_step,
             step.model,
             step.optimizer,
@@ -48,10 +49,11 @@ def verify(
             steps=steps,
             seed=step.seed,
         )
-        verdicts.append(verdict)
 
-    look(script, script_args or [], layout, seen)
-    print(verdicts[0], flush=True)
-    if report is not None:
-        write_verdict(report, verdicts[0])
-    raise typer.Exit(0 if verdicts[0].ok else 1)
+    def show(verdict: Verdict) -> int:
+        print(verdict, flush=True)
+        if report is not None:
+            write_verdict(report, verdict)
+        return 0 if verdict.ok else 1
+
+    look(script, script_args or [], layout, seen, show)

@@ -1,7 +1,7 @@
 """One rank of `tutti run`: runs the user's script and records its end.
 
-The launcher calls `python -m tutti.launch.worker script.py args...`. The script sees the same environment as
-under `python script.py args...`.
+The launcher calls `python -m tutti.launch.worker script.py args...`, or `... -m module args...`. The script
+sees the same environment as under `python script.py args...`, or `python -m module args...`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import os
-import runpy
 import signal
 import sys
 import threading
 import time
 import traceback
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn
 
 from tutti.environment import RUN_DIR
@@ -31,6 +30,7 @@ from tutti.launch.records import (
     note_script,
     write_record,
 )
+from tutti.launch.script import Script, error_text, exit_code
 from tutti.launch.stand_in import die_with_parent, stand_in
 from tutti.launch.waits import watch_waits
 from tutti.launch.whereabouts import collective, main_stack, traceback_stack, user_line
@@ -53,11 +53,10 @@ def main() -> None:
     _trace_crashes(rank, run_dir)
     _record_on_stop(rank, run_dir)
     watch_waits()
-    script, *args = sys.argv[1:]
-    sys.argv = [script, *args]
-    sys.path[0] = str(Path(script).resolve().parent)
+    script, arguments = Script.of(sys.argv[1:])
+    sys.path[0] = script.folder
     _choose_gpu()
-    code = _run(script, rank, run_dir)
+    code = _run(script, arguments, rank, run_dir)
     _note(run_dir, Exit(rank, code, time.monotonic()))
     _leave(code)
 
@@ -75,16 +74,16 @@ def _choose_gpu() -> None:
     when_cuda_starts(choose_gpu)
 
 
-def _run(script: str, rank: int, run_dir: Path) -> int:
+def _run(script: Script, arguments: list[str], rank: int, run_dir: Path) -> int:
     try:
-        runpy.run_path(script, run_name="__main__")
+        script.run(arguments)
     except SystemExit as exc:
-        return _exit_code(exc)
+        return exit_code(exc)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BaseException as exc:
         _ending.set()
-        failure = _failure(exc, script, rank, time.monotonic())
+        failure = _failure(exc, rank, time.monotonic())
         if signal.SIGINT in _received and failure.collective:
             return INTERRUPTED  # an interrupted peer has left
         if not _note(run_dir, failure):
@@ -119,33 +118,21 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _exit_code(exc: SystemExit) -> int:
-    if exc.code is None or isinstance(exc.code, int):
-        return exc.code or 0
-    print(exc.code, file=sys.stderr)
-    return 1
-
-
 def _trace_crashes(rank: int, run_dir: Path) -> None:
     """On a crash (SIGSEGV and the like) write Python's stack to a file for the report."""
     file = open(crash_file(run_dir, rank), "w")  # noqa: SIM115 (it stays open until the end)
     faulthandler.enable(file=file, all_threads=False)
 
 
-def _failure(exc: BaseException, script: str, rank: int, seconds: float) -> Failure:
+def _failure(exc: BaseException, rank: int, seconds: float) -> Failure:
     exc = _first_of(exc)
     stack = traceback_stack(exc.__traceback__)
     is_tutti, is_comm = isinstance(exc, TuttiError), isinstance(exc, CommError)
-    if is_tutti:
-        text = f"{type(exc).__name__}: {exc}"
-    else:
-        shown = _from_script(exc, script)
-        text = "".join(traceback.format_exception(type(exc), exc, shown)).rstrip()
     in_collective = collective(stack) if is_comm or _in_transport(stack) else ""
     return Failure(
         rank,
         type(exc).__name__,
-        text,
+        error_text(exc),
         seconds,
         is_tutti=is_tutti,
         is_comm=is_comm,
@@ -171,18 +158,6 @@ def _first_of(exc: BaseException) -> BaseException:
 
 def _in_transport(stack: list[tuple[FrameType, int]]) -> bool:
     return bool(stack) and "distributed" in stack[0][0].f_code.co_filename
-
-
-def _from_script(exc: BaseException, script: str) -> TracebackType | None:
-    """The traceback without the frames above the script; none for its own syntax error."""
-    shown = exc.__traceback__
-    inner = shown
-    path = os.path.abspath(script)
-    while inner is not None and os.path.abspath(inner.tb_frame.f_code.co_filename) != path:
-        inner = inner.tb_next
-    if inner is None and isinstance(exc, SyntaxError):
-        return None
-    return inner or shown
 
 
 def _detach() -> None:
