@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tutti.comm.collectives.group import collective_timeout
 from tutti.environment import RUN_DIR, check_seconds
+from tutti.errors import TuttiError
 from tutti.launch.waits import watch_waits
 
 LEAVE_SECONDS = 0.1
@@ -30,10 +31,9 @@ def ensure_process_group() -> bool:
     if world_size == 1 or not dist.is_available():
         return False
     group, rank = divmod(int(os.environ["RANK"]), world_size)
+    where = _rendezvous(group, rank, world_size)
     watch_waits()
-    dist.init_process_group(
-        _backend(), timeout=collective_timeout(), **_rendezvous(group, rank, world_size)
-    )
+    dist.init_process_group(_backend(), timeout=collective_timeout(), **where)
     atexit.register(leave)
     return True
 
@@ -60,10 +60,19 @@ def _rendezvous(group: int, rank: int, world_size: int) -> dict[str, Any]:
     """Ranks of `tutti run` meet in a file of the run's own directory, without a listening socket.
 
     With servers each worker's ranks are a separate group, and never meet those of another.
+
+    Raises:
+        TuttiError: there is no such directory, or this process cannot write there.
     """
     run_dir = RUN_DIR.read()
     if not run_dir:
         return {"init_method": "env://"}
+    if not (os.path.isdir(run_dir) and os.access(run_dir, os.W_OK | os.X_OK)):
+        raise TuttiError(
+            f"{RUN_DIR.name}={run_dir} is no directory for this rank to write in",
+            why="ranks meet in a file there; tutti run makes the directory, and sets this for its ranks",
+            fix=f"unset {RUN_DIR.name}: the ranks of torchrun meet as torchrun says",
+        )
     path = os.path.join(run_dir, f"ranks{group or ''}.store")
     store = dist.FileStore(path, world_size)  # pyright: ignore[reportPrivateImportUsage]
     return {"store": store, "rank": rank, "world_size": world_size}
