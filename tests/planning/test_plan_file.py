@@ -51,6 +51,34 @@ def test_another_model_version_or_world_is_refused(
         plan().check(model, version, world_size)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("num_ranks", "two", 'num_ranks is "two", not a count'),
+        ("num_ranks", True, "num_ranks is true, not a count"),
+        ("rows", 0, "rows is 0, not a count"),
+        ("layout", None, "layout is null, not a text"),
+        ("seconds", float("nan"), "seconds is NaN, not a number"),
+        ("peak_nbytes", [1], r"peak_nbytes is \[1\], not a number"),
+        ("place", {"0.weight": 7}, r'place\["0.weight"\] is 7, not a text'),
+        ("place", None, "place is null, not an object"),
+        ("found", 3, "found is 3, not an object"),
+        ("layouts", {}, "layouts is {}, not a list"),
+        ("layouts", [3], r"layouts\[0\] is 3, not an object"),
+        ("layouts", [{"fits": 1}], r"layouts\[0\].fits is 1, not true or false"),
+        ("layouts", [{"kinds": {"compute": "x"}}], r'layouts\[0\].kinds\["compute"\] is "x", not'),
+    ],
+)
+def test_a_field_of_another_kind_is_refused_by_name(
+    field: str, value: object, text: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.json"
+    plan().write(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(PlanError, match=text):
+        Plan.read(path)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"layout": "data=2"}', "\x00"])
 def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "other.json"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -64,7 +65,9 @@ class Plan:
         """The plan of a file.
 
         Raises:
-            PlanError: there is no such file, or it is not a plan of this version of the format.
+            PlanError: there is no such file, or it is not a plan of this version of the format; a field has a
+                value of another kind, and the message names it.
+            LayoutError: its layout is none.
         """
         try:
             values = json.loads(path.read_text())
@@ -77,6 +80,7 @@ class Plan:
             raise PlanError(
                 f"{path} is no plan of this version", fix="make it again: tutti plan --save"
             )
+        _check_fields(values, path)
         made = Plan(**values)
         Layout.parse(made.layout)
         return made
@@ -105,6 +109,59 @@ class Plan:
                 why=f"the plan's model is {self.model}, this one is {own}",
                 fix=again,
             )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_size(value: Any) -> bool:
+    """A finite number from 0 on, such as of seconds or bytes."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 <= value < math.inf
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+_TEXT, _SIZE, _COUNT = (_is_text, "a text"), (_is_size, "a number from 0"), (_is_count, "a count")
+_FIELDS = {
+    **dict.fromkeys(("layout", "devices", "model", "version", "bound_by"), _TEXT),
+    **dict.fromkeys(("seconds", "peak_nbytes", "hidden_seconds"), _SIZE),
+    **dict.fromkeys(("num_ranks", "rows"), _COUNT),
+    "fits": (lambda value: isinstance(value, bool), "true or false"),
+}
+# Objects whose values are all of a kind.
+_OBJECTS = {"place": _TEXT, "found": _TEXT, "kinds": _SIZE, "sent_nbytes": _SIZE}
+
+
+def _check_fields(values: Any, path: Path, at: str = "") -> None:
+    """Refuse fields of another kind, those of `layouts` too."""
+
+    def refuse(name: str, value: Any, kind: str) -> None:
+        raise PlanError(
+            f"{path} is no plan: {at}{name} is {json.dumps(value)[:60]}, not {kind}",
+            fix="make it again: tutti plan --save",
+        )
+
+    for name, value in values.items():
+        if name in _FIELDS and not _FIELDS[name][0](value):
+            refuse(name, value, _FIELDS[name][1])
+        if name in _OBJECTS and not (name == "found" and value is None):
+            if not isinstance(value, dict):
+                refuse(name, value, "an object")
+            is_kind, kind = _OBJECTS[name]
+            for key, one in value.items():
+                if not is_kind(one):
+                    refuse(f"{name}[{json.dumps(key)}]", one, kind)
+    if "layouts" in values:
+        if not isinstance(values["layouts"], list):
+            refuse("layouts", values["layouts"], "a list")
+        for number, one in enumerate(values["layouts"]):
+            if not isinstance(one, dict):
+                refuse(f"layouts[{number}]", one, "an object")
+            _check_fields(one, path, f"layouts[{number}].")
 
 
 def fingerprint(model: nn.Module) -> str:
