@@ -102,6 +102,14 @@ def test_a_profile_makes_its_folder_and_tells_the_ranks(
     assert result.exit_code == 2 and "no trace can be written" in result.stderr and not launched
 
 
+def test_a_log_folder_that_cannot_be_made_is_refused(
+    script: str, launched: list[Any], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["run", "--log-dir", str(tmp_path / "file" / "x"), script])
+    assert result.exit_code == 2 and "no log can be written to" in result.stderr and not launched
+
+
 def test_a_run_that_is_refused_keeps_earlier_traces(script: str, tmp_path: Path) -> None:
     (tmp_path / "rank-0.json").touch()
     words = ["--profile", str(tmp_path), "-n", "3", "--layout", "data=2", script]

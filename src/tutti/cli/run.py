@@ -86,6 +86,10 @@ def run(
         start = _reported(report or Path(REPORT.read()), told, start, made)
     if made is not None:
         start = _following(made, start)
+    if log_dir is not None:
+        from tutti.launch.run_dir import check_log_dir
+
+        check_log_dir(log_dir)
     raise typer.Exit(start())
 
 

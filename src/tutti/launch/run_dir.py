@@ -16,6 +16,8 @@ from pathlib import Path
 
 from tutti.comm.host.hosts import host_name
 from tutti.comm.host.life import stat_of
+from tutti.durable import make_writable
+from tutti.errors import TuttiError
 
 _PREFIX, _OWNER = "tutti-", "owner"
 # The ranks die with the launcher, but not at once: they may still write.
@@ -54,6 +56,22 @@ class RunDir:
             self._cleaner.wait()
         self._cleaner.stdin.close()
         self._cleaner = None
+
+
+def check_log_dir(folder: Path) -> None:
+    """Make the folder for the output of ranks.
+
+    Raises:
+        TuttiError: it cannot be made or written to.
+    """
+    try:
+        make_writable(folder)
+    except OSError as error:
+        raise TuttiError(
+            f"no log can be written to {folder}",
+            why=str(error),
+            fix="--log-dir with a folder that you may write to",
+        ) from error
 
 
 def remove_stale(directory: Path) -> None:

@@ -20,6 +20,9 @@ from dataclasses import dataclass
 from scipy.optimize import minimize_scalar
 
 from tutti.errors import PlanError
+from tutti.quantities import format_seconds
+
+_MOST = 700.0  # an exponent; beyond it, a float overflows
 
 
 @dataclass(frozen=True)
@@ -49,14 +52,25 @@ class Reliability:
     def goodput(self, interval: float) -> float:
         """The share of the time that trains, 0 to 1, with a checkpoint every `interval` seconds."""
         exponent = (interval + self.save) / self.mean_seconds
-        if exponent > 700:
+        if exponent > _MOST:
             return 0.0
         return interval / ((self.mean_seconds + self.restart) * math.expm1(exponent))
 
     def best_interval(self) -> float:
-        """Seconds between checkpoints with the highest goodput; the shorter, the cheaper a checkpoint."""
+        """Seconds between checkpoints with the highest goodput; the shorter, the cheaper a checkpoint.
+
+        Raises:
+            PlanError: the run fails so often that it never saves.
+        """
         if self.save == 0:
             return 0.0
+        if self.save > _MOST * self.mean_seconds:
+            raise PlanError(
+                f"a run that fails every {format_seconds(self.mean_seconds)} never saves: a checkpoint takes "
+                f"{format_seconds(self.save)}",
+                why=f"each of {self.num_devices} devices fails every {format_seconds(self.mtbf)}",
+                fix="a longer time between failures",
+            )
         found = minimize_scalar(
             lambda x: -self.goodput(math.exp(x)),
             bounds=(math.log(self.save) - 10, math.log(self.mean_seconds) + 3),
