@@ -168,6 +168,10 @@ def test_a_plan_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["-m", "tutti", "run", "--plan", tmp_path / "plan.json", script]
     ran = forked.run(command, env=dict(os.environ), cwd=tmp_path, timeout=90)
     assert "ran data=2 zero=3" in ran.stdout, ran.stderr
+    script.write_text(script.read_text().replace("64", "65"))
+    ran = forked.run(command, env=dict(os.environ), cwd=tmp_path, timeout=90)
+    assert ran.returncode == 2 and "the plan is for another model" in ran.stderr
+    assert f"at   {tmp_path / 'plan.json'}" in ran.stderr
     monkeypatch.setenv("TUTTI_PLAN", str(tmp_path / "plan.json"))
     model = torch.nn.Linear(2, 2)
     with pytest.raises(tutti.PlanError, match="for 2 ranks, and 1 are running"):

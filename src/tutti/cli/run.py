@@ -85,7 +85,7 @@ def run(
         told["profile"] = str(profile.resolve()) if profile is not None else ""
         start = _reported(report or Path(REPORT.read()), told, start, made)
     if made is not None:
-        start = _following(made, start)
+        start = _following(made, plan, start)
     if log_dir is not None:
         from tutti.launch.run_dir import check_log_dir
 
@@ -93,11 +93,14 @@ def run(
     raise typer.Exit(start())
 
 
-def _following(made: Plan, start: Callable[[], int]) -> Callable[[], int]:
-    """The start of a run whose ranks check that the plan is for their model."""
+def _following(made: Plan, path: Path | None, start: Callable[[], int]) -> Callable[[], int]:
+    """The start of a run whose ranks check that the plan is for their model; their errors name its file."""
     from tutti.environment import PLAN
 
     def play() -> int:
+        if path is not None and path.is_file():
+            os.environ[PLAN.name] = str(path.absolute())
+            return start()
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "plan.json"
             made.write(file)
