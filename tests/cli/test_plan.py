@@ -138,6 +138,9 @@ def test_a_plan_is_saved(script: Path, tmp_path: Path) -> None:
     [
         (["--devices", "4 x h1000"], ['unknown device "h1000"', "h100", "did you mean"]),
         (["--devices", "h100 x 4 x"], ["unknown device"]),
+        (["--devices", "-2 x h100"], ["is -2 devices", 'such as "64 x h100"']),
+        (["--devices", "99999999999 x h100"], ["is 99999999999 devices", "1 to 10,000,000"]),
+        (["--devices", "2 x h100", "-n", "4"], ["layouts of 4 ranks on 2 devices", "-n 2"]),
         (
             ["--devices", "2 x h100", "--layout", "data=2 micro=1", "--memory", "1kB"],
             ["no layout fits", "more on a device"],

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tutti.errors import PlanError
+from tutti.hardware import catalog
 from tutti.hardware.cluster import Cluster
 
 
@@ -15,6 +18,9 @@ from tutti.hardware.cluster import Cluster
         ("64 × h100", 64, 8),
         ("64 * h100", 64, 8),
         ("64x h100", 64, 8),
+        ("64xh100", 64, 8),
+        ("64 h100", 64, 8),
+        ("64 xh100", 64, 8),
         (" 1 x h100 ", 1, 1),
         ("h100", 1, 1),
         ("16 x H100", 16, 2),
@@ -27,6 +33,15 @@ def test_texts(text: str, count: int, hosts: int) -> None:
     assert (cluster.count, cluster.num_hosts) == (count, hosts)
 
 
+def test_a_file_whose_name_begins_like_a_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = Path(catalog.__file__).parent / "devices" / "h100.toml"
+    (tmp_path / "2xfast.toml").write_text(file.read_text())
+    monkeypatch.chdir(tmp_path)
+    assert [Cluster.parse(x).count for x in ("2xfast.toml", "4x2xfast.toml")] == [1, 4]
+
+
 def test_hosts_have_eight_devices_unless_the_topology_says_more() -> None:
     assert Cluster.parse("64 x h100").topology.host_size == 8
     assert Cluster.parse("64 x gb200").topology.host_size == 72
@@ -34,7 +49,13 @@ def test_hosts_have_eight_devices_unless_the_topology_says_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("", "cannot read"), ("0 x h100", "cannot read"), ("8 x", "unknown")]
+    ("text", "expected"),
+    [
+        ("", "cannot read"),
+        ("0 x h100", "is 0 devices"),
+        ("-2 x h100", "is -2 devices"),
+        ("8 x", "unknown"),
+    ],
 )
 def test_other_texts_are_refused(text: str, expected: str) -> None:
     with pytest.raises(PlanError, match=expected):

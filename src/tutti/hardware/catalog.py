@@ -36,6 +36,11 @@ def device(name: str) -> Device:
     return made
 
 
+def is_device(name: str) -> bool:
+    """Whether there is a device of this name, or a file at this path."""
+    return name.lower() in names_of("devices") or (name.endswith(".toml") and Path(name).is_file())
+
+
 @cache
 def link(name: str) -> Link:
     """A link by name, `nvlink4`, or by the path of a TOML file.

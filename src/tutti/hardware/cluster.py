@@ -1,4 +1,4 @@
-"""A cluster as text: `64 x h100`."""
+"""A cluster as text: `64 x h100`, `64xh100` or `64 h100`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tutti.hardware import catalog
 from tutti.hardware.accelerator import Device
 from tutti.hardware.topology import Topology
 
-_TEXT = re.compile(r"\s*(?:(?P<count>\d+)\s*[x×*]\s+)?(?P<name>\S.*?)\s*$")
+_TEXT = re.compile(r"(?:(?P<count>[-+]?\d+)(?:\s*[x×*]\s*|\s+))?(?P<name>\S.*)")
+_MOST = 10**7
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,23 @@ class Cluster:
         """`"64 x h100"`, `"h100"` for one, `"8 x ./mine.toml"`; `topology` a name or a path.
 
         Raises:
-            PlanError: the text is not of this form, or names something unknown.
+            PlanError: the text is not of this form, or names something unknown; no devices, or more than 10
+                million.
         """
-        match = _TEXT.match(text)
-        count = int(match["count"] or 1) if match else 0
-        if match is None or count < 1:
+        match = _TEXT.fullmatch(text.strip())
+        if match is None:
             raise PlanError(
                 f'cannot read the devices "{text}"', fix='a count and a name, such as "64 x h100"'
             )
-        device = catalog.device(match["name"])
-        beside = catalog.beside(device.topology, match["name"])
+        alone = match["count"] is None or catalog.is_device(text.strip())
+        count, name = (1, text.strip()) if alone else (int(match["count"]), match["name"])
+        if not 1 <= count <= _MOST:
+            raise PlanError(
+                f'"{text}" is {count} devices, and a cluster has 1 to {_MOST:,}',
+                fix=f'such as "64 x {name}"',
+            )
+        device = catalog.device(name)
+        beside = catalog.beside(device.topology, name)
         return Cluster(count, device, catalog.topology(topology or beside))
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tutti.errors import PlanError
 from tutti.execution.collector import rarely_collected
 from tutti.hardware.cluster import Cluster
 from tutti.job import Job
@@ -40,9 +41,12 @@ class PlanQuestion:
         given: words that every layout has.
         rows: samples of the global batch; by default those of the batch at hand.
         capacity: bytes of a device for a step; by default `USABLE` of its memory.
-        num_ranks: try only layouts of so many ranks; by default of all devices, or of one.
+        num_ranks: try only layouts of so many ranks, one a device; by default of all devices, or of one.
         precisions: of the layouts; by default that of `given`.
         every: estimate layouts of a deep model that do not fit with smaller micro-batches either.
+
+    Raises:
+        PlanError: fewer devices than ranks.
     """
 
     cluster: Cluster
@@ -53,6 +57,15 @@ class PlanQuestion:
     num_ranks: int | None = None
     precisions: tuple[str, ...] = ()
     every: bool = False
+
+    def __post_init__(self) -> None:
+        count = self.cluster.count
+        if self.num_ranks is not None and self.num_ranks > count:
+            raise PlanError(
+                f"layouts of {self.num_ranks} ranks on {count} {'device' if count == 1 else 'devices'}",
+                why="each rank has a device of its own",
+                fix=f'-n {count} or fewer, or --devices "{self.num_ranks} x ..."',
+            )
 
     @staticmethod
     def of(cluster: Cluster, **options: Any) -> PlanQuestion:
