@@ -123,6 +123,25 @@ def test_bad_input(layout: str, words: list[str], devices: str, text: str, scrip
     assert text in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        ("data=3", "the 4 samples of batch tensor 0 do not divide by data=3"),
+        ("micro=3", "micro=3 does not divide each rank's samples"),
+    ],
+)
+def test_a_batch_that_does_not_divide_warns_as_in_a_run(
+    layout: str, text: str, script: Path
+) -> None:
+    with pytest.warns(UserWarning, match=text):
+        assert simulate(script, layout).exit_code == 0
+
+
+def test_a_batch_that_replicas_cannot_share_is_refused_as_in_a_run(script: Path) -> None:
+    made = simulate(script, "replica=3 sync=average(every=2)")
+    assert made.exit_code == 2 and 'over axis "replica" (size 3)' in made.stderr
+
+
 def test_nothing_to_simulate() -> None:
     result = CliRunner().invoke(app, ["simulate"])
     assert result.exit_code == 2

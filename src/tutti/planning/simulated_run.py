@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from tutti.errors import PlanError
 from tutti.hardware.cluster import Cluster
 from tutti.job import Job
@@ -17,6 +19,9 @@ from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.runs.goodput import Reliability
 from tutti.planner.runs.worker_clock import WorkersPlayed, play_workers
 from tutti.planning.candidate_programs import CandidatePrograms, num_rows, with_rows
+from tutti.propagate.batch_dim import warn_of_micro, warn_of_uneven
+from tutti.replicas.replica_rows import rows as rows_of_replica
+from tutti.torch_private.pytrees import tree_flatten
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,8 @@ def simulated_run(
     Raises:
         PlanError: too few devices.
         ShardingError, LayoutError: the step does not allow the layout.
+
+    It warns of a batch that does not divide, as a run does.
     """
     layout = job.layout
     if layout.num_ranks > cluster.count:
@@ -87,8 +94,12 @@ def simulated_run(
         batch = with_rows(batch, rows)
     one = replace(layout, axes=_of_one_replica(layout), sync="", server=0)
     if layout.num_replicas > 1:
-        batch = with_rows(batch, max(1, num_rows(batch) // layout.num_replicas))
+        leaves = [x for x in tree_flatten(batch)[0] if isinstance(x, Tensor)]
+        rows_of_replica(leaves, 0, layout.num_replicas)  # refuses a batch that does not divide
+        batch = with_rows(batch, num_rows(batch) // layout.num_replicas)
     program = CandidatePrograms(replace(job, layout=one), batch, on_processors=False).program(one)
+    warn_of_uneven(program.plan.unsplit)
+    warn_of_micro(one.micro, program.layout.micro)
     sound, _ = traced(program, PricedMachine.of(cluster), cut_at=job.cut)
     machine = PricedMachine.of(_slower(cluster, faults.slow_link))
     slow = {_busiest(sound): faults.straggler} if faults.straggler > 1 else {}
