@@ -16,7 +16,7 @@ from tutti.costs.rank_groups import RankGroups
 from tutti.hardware.cluster import Cluster
 from tutti.job import Job
 from tutti.layout import Layout
-from tutti.planner.estimates.graph_clock import COLLECTIVES, COMPUTE, IDLE, SHARED
+from tutti.planner.estimates.graph_clock import COLLECTIVES, COMPUTE, IDLE, SHARED, kinds_of
 from tutti.planner.estimates.layout_estimate import Estimate, estimate
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.memory import predict
@@ -91,6 +91,15 @@ def test_a_pipeline_has_the_bubble_of_its_schedule(micro: int) -> None:
     # 1F1B: the second stage waits for one forward of the first, and the first for one backward.
     assert longest < timeline.seconds < longest * (micro + 2) / micro
     assert made.kinds[IDLE] > 0
+
+
+def test_a_kind_of_rounding_alone_is_none() -> None:
+    """0.1 + 0.2 - 0.3 is 5.6e-17."""
+    assert kinds_of({COMPUTE: 0.1, SHARED: 0.1 + 0.2 - 0.3, IDLE: -1e-19}) == {COMPUTE: 0.1}
+    machine = replace(second_a_matmul("2 x h100"), call_seconds=0.1)
+    for layout in ("data=2 micro=4", "pipe=2 micro=2"):
+        made = estimate(programs().program(Layout.parse(layout)), machine)
+        assert min(made.kinds.values()) > 1e-9 and SHARED not in made.kinds
 
 
 def test_ranks_that_share_memory_copy_their_messages() -> None:

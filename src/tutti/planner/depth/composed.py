@@ -26,6 +26,8 @@ from tutti.planner.estimates.graph_clock import (
     IDLE,
     MESSAGES,
     SHARED,
+    kinds_of,
+    without_rounding,
 )
 from tutti.planner.estimates.layout_estimate import Estimate
 from tutti.planner.estimates.priced_machine import PricedMachine
@@ -111,8 +113,8 @@ class _Composition:
         return Estimate(
             layout=self.layout,
             seconds=shared,
-            kinds={k: x for k, x in kinds.items() if x > 0},
-            hidden_seconds=hidden,
+            kinds=kinds_of(kinds),
+            hidden_seconds=without_rounding(hidden),
             nbytes=self._sent(busiest),
             peak_nbytes=int(max(map(memory.peak, range(self.pipe)))),
             timeline=timeline,

@@ -32,6 +32,17 @@ OVERLAP_SLOWDOWN = 1.126
 COMPUTE, COLLECTIVES, MESSAGES, IDLE = "compute", "collectives", "messages", "idle"
 # Of ranks that wait for a processor, because there are more ranks than processors.
 SHARED = "shared processors"
+_LEAST_SECONDS = 1e-9
+
+
+def without_rounding(seconds: float) -> float:
+    """0 for less than a nanosecond: sums of costs in another order differ by as much as 1e-18 s."""
+    return seconds if seconds >= _LEAST_SECONDS else 0.0
+
+
+def kinds_of(kinds: Mapping[str, float]) -> dict[str, float]:
+    """Those that take time."""
+    return {kind: seconds for kind, seconds in kinds.items() if without_rounding(seconds)}
 
 
 @dataclass(frozen=True)

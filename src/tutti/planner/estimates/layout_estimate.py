@@ -38,7 +38,9 @@ from tutti.planner.estimates.graph_clock import (
     Playback,
     TraceEvent,
     body_of,
+    kinds_of,
     main_loop,
+    without_rounding,
 )
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.memory import PeakMemory, predict
@@ -185,8 +187,8 @@ class _ProgramEstimate:
         return Estimate(
             layout=self.layout,
             seconds=seconds,
-            kinds={k: x for k, x in played.kinds.items() if x > 0},
-            hidden_seconds=played.hidden_seconds,
+            kinds=kinds_of(played.kinds),
+            hidden_seconds=without_rounding(played.hidden_seconds),
             nbytes=dict(played.nbytes),
             peak_nbytes=memory.peak_nbytes,
             memory=memory,
