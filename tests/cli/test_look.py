@@ -94,6 +94,36 @@ def test_the_environment_is_left_as_it_was(script: Path) -> None:
     assert dict(os.environ) == before
 
 
+def test_what_a_script_does_after_its_step_changes_nothing(tmp_path: Path) -> None:
+    """In a process that goes on its `except` and `finally` run, but no step is taken."""
+    path = tmp_path / "train.py"
+    before, _, _ = SCRIPT.partition("for k in range(2):")
+    path.write_text(
+        f"""{before}
+weights = [p.clone() for p in model.parameters()]
+try:
+    for k in range(2):
+        try:
+            step(torch.randn(8, 8))
+        except:
+            pass
+finally:
+    assert all(map(torch.equal, weights, model.parameters()))
+    open("alive", "w").write("no step")
+    raise ValueError("instead")
+"""
+    )
+    before = Path.cwd()
+    os.chdir(tmp_path)
+    try:
+        result = invoke("verify", "--layout", "data=2", path)
+        assert (tmp_path / "alive").read_text() == "no step" and Path.cwd() == tmp_path
+    finally:
+        os.chdir(before)
+    assert result.exit_code == 0 and 'verify "data=2": ok' in result.stdout
+    assert "instead" not in result.output
+
+
 def test_explain_shows_every_tensor_and_collective(script: Path) -> None:
     result = invoke("explain", "--layout", "data=2 zero=1", script)
     assert result.exit_code == 0, result.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
 from functools import cache
 from pathlib import Path
@@ -100,6 +101,25 @@ def test_two_layouts_side_by_side(script: Path) -> None:
     unknown = plan(script, *words, "data=8", "data=4")
     assert unknown.exit_code == 2
     assert 'no estimate of layout "data=8"' in unknown.stderr
+
+
+def test_a_layout_with_a_word_that_does_nothing_is_not_listed(tmp_path: Path) -> None:
+    """SGD without momentum has no slots that zero=1 could split; one linear layer recomputes nothing."""
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.replace("AdamW(model.parameters())", "SGD(model.parameters(), lr=0.1)"))
+    words = "--devices", "2 x h100", "--layout", "data=2 micro=1"
+    found = {r["layout"]: r for r in records(path, *words)}
+    assert {"data=2", "data=2 zero=1", "data=2 remat=full"} <= found.keys()
+    assert found["data=2"]["seconds"] == found["data=2 zero=1"]["seconds"]
+    text = plan(path, *words, "--why").stdout
+    table = text.partition("\n\n")[0].splitlines()
+    assert "the same with" in table[0] and len(table) < 1 + len(found)
+    row = next(line for line in table if re.match(r"\d+ +data=2  ", line))
+    assert row.endswith("zero=1, remat=full, 1 more") or row.endswith("zero=1")
+    assert not any("data=2 zero=1" in line for line in table)
+    assert "is 1 times as fast" not in text  # the runner-up is another layout
+    told = plan(path, *words, "--diff", "data=2", "data=2 zero=1").stdout
+    assert told.endswith("are equal: they take the same time and memory, and send as many bytes.\n")
 
 
 def test_given_words_are_kept(script: Path) -> None:

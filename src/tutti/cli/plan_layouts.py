@@ -140,15 +140,15 @@ def _question(
 
 def _text(made: PlanAnswer, why: bool, diff: tuple[str, str] | None, top: int) -> str:
     from tutti.planner.search.ranking import NUM_REFINED
-    from tutti.report.plan_table import StepScale, compared, plan_table
+    from tutti.report.plan_table import StepScale, compared, distinct, plan_table
 
     ranking = made.ranking
     if diff is not None:
         return compared(ranking.row(diff[0]), ranking.row(diff[1]))
     scale = StepScale(made.rows, made.tokens, made.flops, made.peaks)
     text = [plan_table(ranking, scale, top)]
-    if why and len(ranking.rows) > 1:
-        text.append(compared(ranking.rows[0], ranking.rows[1]))
+    if why and len(rows := distinct(ranking.rows)) > 1:
+        text.append(compared(rows[0][0], rows[1][0]))
     several = len(made.peaks) > 1
     peaks = [f"{x:.3g}" + (f" in {name}" if several else "") for name, x in made.peaks.items()]
     text.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tutti.planner.estimates.layout_estimate import Estimate
 from tutti.planner.search.ranking import RankedLayout, Ranking
@@ -55,14 +56,44 @@ def plan_table(ranking: Ranking, scale: StepScale, most: int) -> str:
         "between",
         "bound by",
     )
-    fit = [row for row in ranking.rows if row.fits]
-    rows = [_cells(str(i), row, scale) for i, row in enumerate(fit[:most], 1)]
+    fit = distinct([row for row in ranking.rows if row.fits])
+    rows = [_cells(str(i), row, scale) for i, (row, _) in enumerate(fit[:most], 1)]
+    if any(others for _, others in fit[:most]):
+        head += ("the same with",)
+        rows = [(*x, _named(*one)) for x, one in zip(rows, fit[:most], strict=True)]
     text = [columns(head, rows)] if rows else []
     if len(fit) > most:
         text.append(f"and {len(fit) - most} more that fit (--top {len(fit)} shows them)")
     if over := [row for row in ranking.rows if not row.fits]:
         text.append(_over(over, ranking, most))
     return "\n\n".join(text)
+
+
+def distinct(rows: Sequence[RankedLayout]) -> list[tuple[RankedLayout, list[RankedLayout]]]:
+    """Each layout, and those that differ from it in words alone that do nothing: they have more words and the
+    same time, memory and bytes."""
+    found: list[tuple[RankedLayout, list[RankedLayout]]] = []
+    alike: dict[Any, list[tuple[RankedLayout, list[RankedLayout]]]] = {}
+    for row in sorted(rows, key=lambda row: len(row.layout.split())):
+        one, words = row.estimate, set(row.layout.split())
+        key = one.layout.mesh, one.seconds, one.peak_nbytes, tuple(sorted(one.nbytes.items()))
+        before = alike.setdefault(key, [])
+        first = next((x for x in before if set(x[0].layout.split()) <= words), None)
+        if first is not None:
+            first[1].append(row)
+            continue
+        before.append((row, []))
+        found.append(before[-1])
+    place = {id(row): i for i, row in enumerate(rows)}
+    return sorted(found, key=lambda one: place[id(one[0])])
+
+
+def _named(row: RankedLayout, others: Sequence[RankedLayout]) -> str:
+    """The words that do nothing, of at most two layouts."""
+    own = set(row.layout.split())
+    words = [" ".join(w for w in x.layout.split() if w not in own) for x in others]
+    more = f", {len(words) - 2} more" if len(words) > 2 else ""
+    return ", ".join(words[:2]) + more
 
 
 def _cells(number: str, row: RankedLayout, scale: StepScale) -> tuple[str, ...]:
@@ -88,7 +119,7 @@ def _over(rows: Sequence[RankedLayout], ranking: Ranking, most: int) -> str:
             format_nbytes(row.estimate.peak_nbytes),
             f"{format_nbytes(row.estimate.peak_nbytes - capacity)} too many",
         )
-        for row in rows[: min(most, 5)]
+        for row, _ in distinct(rows)[: min(most, 5)]
     ]
     text = f"{head}\n{columns(('layout', 'peak memory', ''), cells)}"
     if not ranking.beyond:
@@ -131,6 +162,12 @@ def _sentence(first: RankedLayout, second: RankedLayout, kinds: Sequence[str]) -
     if not second.fits and first.fits:
         return f"{name_of(second.layout)} does not fit."
     ratio = other.seconds / one.seconds
+    if f"{ratio:.3g}" == "1":
+        alike = one.nbytes == other.nbytes and one.peak_nbytes == other.peak_nbytes
+        both = f"{name_of(first.layout)} and {name_of(second.layout)}"
+        if alike and one.seconds == other.seconds:
+            return f"{both} are equal: they take the same time and memory, and send as many bytes."
+        return f"{both} are equally fast, within 0.5 %."
     gains = {k: other.kinds.get(k, 0.0) - one.kinds.get(k, 0.0) for k in kinds}
     most = max(gains, key=lambda k: gains[k] if ratio >= 1 else -gains[k], default="compute")
     fast, slow = (first, second) if ratio >= 1 else (second, first)
