@@ -113,6 +113,19 @@ def test_functions_change_nothing_that_they_are_given(text: str, count: int) -> 
             assert not remembered & {x.data_ptr() for x in landed.values()}
 
 
+@pytest.mark.parametrize("text", ["diloco(every=2, delay=1)", "gossip(every=2, delay=1)"])
+def test_a_message_under_way_is_a_copy(text: str) -> None:
+    """A thread sends it while the next step changes weights and statistics in place."""
+    weights, buffers = some_weights(0), {"norm.running_mean": torch.ones(4)}
+    member = Replicas(parse(text), NAMES, [weights, weights]).members[0]
+    (due,) = parse(text).rounds(2, 2)
+    _, message = member.begin(due, weights, buffers)
+    assert message.keys() >= weights.keys()
+    assert ("norm.running_mean" in message) == text.startswith("diloco")
+    live = {x.data_ptr() for x in (weights | buffers).values()}
+    assert not live & {x.data_ptr() for x in message.values()}
+
+
 @pytest.mark.parametrize(("text", "count"), EXACT + COMPRESSED + CALLED)
 def test_a_schedule_repeats_and_all_of_the_weights_take_part(text: str, count: int) -> None:
     strategy = parse(text)

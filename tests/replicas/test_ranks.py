@@ -54,6 +54,7 @@ def test_four_ranks_train_as_virtual_ones(ranks: Ranks, layout: str) -> None:
 
 def test_running_statistics_are_averaged(ranks: Ranks) -> None:
     check(ranks, "replica=2 sync=diloco(every=4, traffic=bf16)", "norm")
+    check(ranks, "replica=2 sync=diloco(every=3, delay=2)", "norm")
 
 
 def test_averaging_every_step_of_sgd_is_data_parallelism(ranks: Ranks) -> None:

@@ -55,13 +55,15 @@ class ReplicaMember:
     def begin(self, due: Round, weights: Weights, buffers: Weights) -> tuple[Weights, Message]:
         """The changed weights of a round, and this rank's message.
 
-        `buffers` (running statistics) go with the first fragment of a mean, unchanged.
+        `buffers` (running statistics) go with the first fragment of a mean, unchanged. The message of a round
+        that lands later has copies of them: the next step changes buffers in place.
         """
         with self.lock:
             changed, own, message = self.strategy.offer(self.state, self._own(due, weights), due)
             self.state |= changed
         if due.kind == MEAN and due.fragment == 0:
-            message = message | buffers
+            at_once = due.lands == due.begins
+            message = message | {n: x if at_once else x.clone() for n, x in buffers.items()}
         return own, message
 
     def mean(self, message: Message, index: int, count: int) -> Mean:
