@@ -73,6 +73,30 @@ def test_diloco_brings_replicas_together_and_settles(text: str) -> None:
     assert difference(mean_of(seen[-1]), middle) < 1e-6
 
 
+@pytest.mark.parametrize(("text", "count"), EXACT + CALLED)
+def test_replicas_agree_on_weights_that_join_later_and_rest(text: str, count: int) -> None:
+    first, later, start = NAMES[:3], NAMES[3:], some_weights(0)
+    replicas = Replicas(parse(text), first, [{n: start[n] for n in first} for _ in range(count)])
+    weights = [dict(start) for _ in range(count)]
+    for step in range(1, 400):
+        if step == 8:
+            replicas.join(later, [{n: start[n] for n in later} for _ in range(count)], step)
+        if step == 30:
+            replicas.trained = []
+        if step < 30:
+            weights = [
+                own | {n: descending(r, step, own)[n] for n in replicas.trained}
+                for r, own in enumerate(weights)
+            ]
+        changed = replicas.after(step, weights)
+        weights = [own | new for own, new in zip(weights, changed, strict=True)]
+        if step == 20:
+            assert all(
+                difference({**start, n: own[n]}, start) > 0.01 for own in weights for n in later
+            )
+    assert spread_of(weights) < 1e-8
+
+
 @pytest.mark.parametrize(("text", "count"), [case for case in EXACT if "gossip" in case[0]])
 def test_gossip_keeps_the_sums_of_weights_and_of_mass(text: str, count: int) -> None:
     weights = [some_weights(r) for r in range(count)]
@@ -83,10 +107,11 @@ def test_gossip_keeps_the_sums_of_weights_and_of_mass(text: str, count: int) -> 
         weights = [own | new for own, new in zip(weights, changed, strict=True)]
         members = replicas.members
         underway = [m for messages in replicas.underway.values() for m in messages]
-        mass = sum(float(m.state["mass"]) for m in members) + sum(float(m[MASS]) for m in underway)
-        assert mass == pytest.approx(count, abs=1e-12)
         mass_differs |= bool(underway)
         for n in NAMES:
+            mass = sum(float(m.state[f"mass.{n}"]) for m in members)
+            mass += sum(float(m[MASS + n]) for m in underway)
+            assert mass == pytest.approx(count, abs=1e-12)
             held = torch.stack([m.state[f"biased.{n}"] for m in members]).sum(0)
             total = held + sum(m[n] for m in underway)
             expected = torch.stack([some_weights(r)[n] for r in range(count)]).sum(0)
@@ -118,6 +143,7 @@ def test_a_message_under_way_is_a_copy(text: str) -> None:
     """A thread sends it while the next step changes weights and statistics in place."""
     weights, buffers = some_weights(0), {"norm.running_mean": torch.ones(4)}
     member = Replicas(parse(text), NAMES, [weights, weights]).members[0]
+    member.roster.train(NAMES, 2)
     (due,) = parse(text).rounds(2, 2)
     _, message = member.begin(due, weights, buffers)
     assert message.keys() >= weights.keys()

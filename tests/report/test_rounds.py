@@ -64,4 +64,4 @@ def test_as_many_bytes_are_sent_as_it_says(ranks: Ranks, sync: str) -> None:
     program = step.program_of(training.batch_at(0))
     said = 2 * sum(one.nbytes for one in exchanges(program))  # each comes twice in four steps
     for sent, num_letters in found:
-        assert said < sent < said + 400 * num_letters
+        assert said < sent < said + 500 * num_letters

@@ -114,8 +114,15 @@ def test_errors_that_are_forgotten_are_caught(
 
 
 def test_a_complex_parameter_is_refused_rather_than_left_to_differ() -> None:
-    model = nn.Module()
-    model.phase = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+    class Phases(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.phase.abs()
+
+    model = Phases()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch, layout = (torch.randn(4, 4), torch.randn(4, 4)), "replica=2 sync=average(every=1)"
     with pytest.raises(tutti.TuttiError, match=r'cannot average "phase" \(complex64\)'):

@@ -9,13 +9,19 @@ from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from tutti.checkpoint import folder as folders
 from tutti.checkpoint.allow_list import CheckedReader, TensorPlanner
 from tutti.checkpoint.digest import FileDigest, digest_of, find_damage
-from tutti.checkpoint.manifest import USE_EARLIER, Manifest, parse_manifest, read_manifest
+from tutti.checkpoint.manifest import (
+    USE_EARLIER,
+    Manifest,
+    TensorForm,
+    parse_manifest,
+    read_manifest,
+)
 from tutti.checkpoint.plans import plan_of, plan_text, results_of, results_text, within
 from tutti.checkpoint.unanimous import Unanimous
 from tutti.errors import CheckpointError, CommError
@@ -171,6 +177,25 @@ class Reading:
                 fix=USE_EARLIER,
             )
         return ""
+
+    def forms(self, prefix: str) -> dict[str, TensorForm]:
+        """The tensors whose names begin with `prefix`, those too that the manifest does not list.
+
+        Raises:
+            CheckpointError: on every rank, a file is damaged.
+        """
+        found: dict[str, TensorForm] = {}
+
+        def look() -> str:
+            reader = CheckedReader(self._folder, self.manifest.files)
+            for name, form in reader.read_metadata().state_dict_metadata.items():
+                if name.startswith(prefix) and isinstance(form, TensorStorageMetadata):
+                    found[name] = TensorForm(tuple(form.size), form.properties.dtype)
+            return ""
+
+        self.check()
+        self._ranks.each(self._what, look)
+        return found
 
     def fill(self, state: dict[str, Any]) -> None:
         """Read into the tensors of `state`, by name: each rank its own names, from any layout.

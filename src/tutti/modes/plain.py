@@ -40,10 +40,11 @@ from tutti.pipeline.ready import for_time, in_time
 from tutti.planner.placement.placement import found_seeds
 from tutti.propagate.plan import plan
 from tutti.replicas import replica_rows
+from tutti.replicas.roster import Shapes
 from tutti.report.explanation import explain as explain_program
 from tutti.report.memory_course import memory_facts
 from tutti.report.program_facts import program_facts
-from tutti.state.agreeing import Agreeing
+from tutti.state.agreeing import Agreeing, trained
 from tutti.state.residence import (
     Residence,
     forget_values,
@@ -77,6 +78,9 @@ class Plain:
 
     def before(self, batch: tuple[Any, ...]) -> None:
         """Nothing to do."""
+
+    def begins(self, made: OnRanks) -> None:
+        """Called before a program plays: nothing to do."""
 
     def after(self) -> None:
         """Nothing to do."""
@@ -253,6 +257,12 @@ class OnRanks(Compiled[Execution]):
         return [places[name] for name in self.execution.program.captured.updated]
 
     @cached_property
+    def trained(self) -> Shapes:
+        """The shapes of the parameters that the optimizers change, by name."""
+        job, updated = self.mode.job, self.program.captured.updated
+        return {s.name: tuple(s.tensor.shape) for s in trained(job.model, job.optimizer, updated)}
+
+    @cached_property
     def shards(self) -> frozenset[int]:
         """The positions of the tensors of a batch that arrive in shards."""
         return frozenset(int(name.partition(".")[2]) for name in self.program.plan.shards)
@@ -262,6 +272,7 @@ class OnRanks(Compiled[Execution]):
     ) -> list[Any]:
         """Play a call; its new state replaces the old one, if the call counts."""
         state, running, execution = self._state(), self.mode.running, self.execution
+        self.mode.begins(self)
         own = self._here(state)
         inputs = [*own, *given.values(), *self.mode.rows(tensors, self.shards)]
         run = execution.run_checked if checked else execution.run

@@ -11,7 +11,7 @@ from tutti.calls.first_call import refuse_where_apart
 from tutti.calls.sharded_batch import part_over, shard_of, shardings_of
 from tutti.job import Job
 from tutti.layout import Sharding
-from tutti.modes.plain import Plain
+from tutti.modes.plain import OnRanks, Plain
 from tutti.saving import replica_checkpoint
 from tutti.state.agreeing import Agreeing
 from tutti.state.residence import whole_of
@@ -26,6 +26,10 @@ class Replicated(Plain):
     def __init__(self, job: Job) -> None:
         self.agreeing = Agreeing(job)
         super().__init__(job, self.agreeing)
+
+    def begins(self, made: OnRanks) -> None:
+        """Let weights join that this call trains first."""
+        self.agreeing.before(self.running.num_steps + 1, made.trained)
 
     def after(self) -> None:
         """Run the rounds that are due."""

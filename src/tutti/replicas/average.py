@@ -11,6 +11,7 @@ and two levels of periods (hierarchical local SGD).
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -72,6 +73,11 @@ class Average(Strategy):
         return self.after
 
     @property
+    def settles(self) -> bool:
+        """A mean of all replicas is the same on each."""
+        return True
+
+    @property
     def compression(self) -> str:
         """The format of messages."""
         return self.traffic
@@ -108,7 +114,12 @@ class Average(Strategy):
         return {}, weights, {n: x - state[f"anchor.{n}"] for n, x in weights.items()}
 
     def take(
-        self, state: State, weights: Weights, received: dict[str, Tensor], due: Round
+        self,
+        state: State,
+        weights: Weights,
+        received: dict[str, Tensor],
+        due: Round,
+        still: Collection[str] = (),
     ) -> tuple[State, Weights]:
         """The mean."""
         if self.compression == "fp32":

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -22,6 +22,7 @@ from tutti.comm.posts.lines import connect_lines
 from tutti.comm.posts.post import RankPost, lease_seconds
 from tutti.errors import CommError
 from tutti.layout import Mesh
+from tutti.replicas.labels import check_labels, labelled
 from tutti.replicas.mean import Mean
 from tutti.replicas.meeting import Meeting
 from tutti.replicas.replica_rows import replica_here
@@ -93,35 +94,46 @@ class Between:
         first = not any(n for axis, n in here.items() if axis != "replica")
         return first and self.replica == self.here()[0]
 
-    def mean(self, due: Round, side: Mean) -> Message:
+    def mean(self, due: Round, side: Mean, label: Mapping[str, str]) -> Message:
         """The result of a mean; waits for the remaining replicas of the round.
 
+        `label` is that of `labels.labelled`.
+
         Raises:
-            CommError: a live replica does not come in time, or the others have given this one up.
+            CommError: a live replica does not come in time, or the others have given this one up; or replicas
+                send other weights.
         """
         members = range(self.num_replicas)
         if due.group:
             first = self.replica // due.group * due.group
             members = range(first, first + due.group)
         key = f"{due.begins}.{due.fragment}"
-        found = self._meeting.mean(key, members, side.parts, side.combine)
+
+        def combine(part: int, messages: list[Message]) -> Message:
+            check_labels(due.begins, messages)
+            return side.combine(part, messages)
+
+        parts = [labelled(part, label) for part in side.parts]
+        found = self._meeting.mean(key, members, parts, combine)
         self.post.flush()  # the messages may be views of the weights
         return {n: x.to(self.device) for n, x in side.assemble(found).items()}
 
-    def push(self, due: Round, sent: Message) -> Message:
+    def push(self, due: Round, sent: Message, label: Mapping[str, str]) -> Message:
         """Send to the replica `hop` places on, or the next remaining one; the sum of messages received.
 
-        A message without a receiver comes back.
+        A message without a receiver comes back. `label` and errors are those of `mean`.
         """
+        mine = labelled(sent, label)
         to = self._target(self.replica, due.hop)
         if to is not None:
-            self.post.send(self._ranks[to], f"push {due.begins}", sent)
+            self.post.send(self._ranks[to], f"push {due.begins}", mine)
         self._await_pushes(due)
         with self.post.changed:
             messages = list(self._pushed.pop(str(due.begins), {}).values())
         if to is None:
-            messages.append(sent)
+            messages.append(mine)
         self.post.flush()
+        check_labels(due.begins, [mine, *messages])
         return {
             n: sum((m[n].to(x.device) for m in messages), torch.zeros_like(x))
             for n, x in sent.items()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from tutti.errors import CommError
 from tutti.replicas.between import Between
 from tutti.replicas.member import ReplicaMember
 from tutti.replicas.pieces import TensorPiece, cut, joined, names_of
@@ -44,12 +45,37 @@ class Calls:
         self._parts: list[list[TensorPiece]] = []
         self._out: dict[str, _Call] = {}
         self._own: set[int] = set()
+        self._unknown: dict[str, tuple[int, int]] = {}  # name -> (replica, its step)
 
-    def start(self, weights: Weights, between: Between) -> None:
-        """Begin anew."""
-        self._parts = cut(weights, between.num_replicas)
+    def start(self, between: Between) -> None:
+        """Begin anew, without weights."""
+        self._parts = [[] for _ in range(between.num_replicas)]
         self._own = {between.replica}
+        self._unknown.clear()
         self.drop()
+
+    def join(self, weights: Weights) -> None:
+        """Exchange more weights, those of this rank: each replica owns a part of them, too."""
+        more = cut(weights, len(self._parts))
+        with self.member.lock:
+            self._parts = [
+                [p for p in part if p.name not in weights] + new
+                for part, new in zip(self._parts, more, strict=True)
+            ]
+
+    def check(self, step: int) -> None:
+        """Raise `CommError` if another replica exchanges a weight that this one has not trained by then."""
+        with self.member.lock:
+            early = {n: at for n, at in self._unknown.items() if n not in self.member.roster}
+            self._unknown = early
+        for name, (replica, begins) in early.items():
+            if begins <= step:
+                raise CommError(
+                    f'replica {replica} has exchanged "{name}" after step {begins}, and this one has not '
+                    "trained it",
+                    why="replicas exchange the same weights",
+                    fix="freeze, unfreeze and add weights at the same steps on all replicas",
+                )
 
     def drop(self) -> None:
         """Forget all open calls; their replies are dropped."""
@@ -59,6 +85,9 @@ class Calls:
         """The reply to another's call; threads of the post call this."""
         with self.member.lock:
             self._inherit(key, call)
+            for name in {n.rpartition(":")[0] for n in call}:
+                if name not in self.member.roster:
+                    self._unknown[name] = replica, int(key.partition(".")[0])
             reply = self.member.answer([p for part in self._parts for p in part], call)
             self.note(("answer", replica, key))
             return reply
@@ -71,11 +100,11 @@ class Calls:
         changed = dict(own)
         self._out = {key: c for key, c in self._out.items() if c.replica in between.here()}
         for key, replica, pieces in self._whom(due, between):
-            call = {p.key: p.of(message) for p in pieces}
+            call = {p.key: p.of(message) for p in pieces if p.name in message}
             if replica == between.replica:
                 reply = self.answer(replica, key, call)
                 changed |= self._land(_Call(due, replica, pieces), key, weights | changed, reply)
-            elif not any(c.pieces == pieces or due.kind != CENTRE for c in self._out.values()):
+            elif not any(_part_of(k) == _part_of(key) for k in self._out):
                 self._out[key] = _Call(due, replica, pieces)
                 between.call(replica, key, call)
         return changed
@@ -108,14 +137,20 @@ class Calls:
 
     def _inherit(self, key: str, call: Message) -> None:
         """Begin a lost replica's part of the centre from the caller's weights."""
-        part = key.partition(".")[2]
+        part = _part_of(key)
         if part and int(part) not in self._own:
             self._own.add(int(part))
             self.member.replace(self._parts[int(part)], call)
 
     def _land(self, call: _Call, key: str, weights: Weights, reply: Message) -> Weights:
-        likes = {n: weights[n] for n in names_of(call.pieces)}
+        likes = {n: weights[n] for n in names_of(call.pieces) if n in weights}
+        pieces = [p for p in call.pieces if p.name in likes]
         with self.member.lock:
-            new = self.member.land(call.due, weights, joined(call.pieces, reply, likes))
+            new = self.member.land(call.due, weights, joined(pieces, reply, likes))
             self.note(("land", call.replica, key))
             return new
+
+
+def _part_of(key: str) -> str:
+    """The part of the centre that a call is about, by its number; "" for all of the weights."""
+    return key.partition(".")[2]

@@ -11,6 +11,8 @@ replica's current weights:
 
     x_i   = alpha x_i + (1 - alpha) theta
 
+A weight that no step has trained meanwhile (the user has frozen it) becomes theta, the same on all replicas.
+
     diloco(every=8, fragments=4, delay=1)       step        2  3  4  5  6  7  8  9 10
                                                 fragment 0                    o  x
                                                          1  o  x                    o
@@ -20,6 +22,7 @@ replica's current weights:
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -94,6 +97,11 @@ class DiLoCo(Strategy):
         return self.after
 
     @property
+    def settles(self) -> bool:
+        """Theta is the same on each."""
+        return True
+
+    @property
     def compression(self) -> str:
         """The format of messages."""
         return self.traffic
@@ -126,18 +134,23 @@ class DiLoCo(Strategy):
         return {}, weights, {n: state[f"anchor.{n}"] - x for n, x in weights.items()}
 
     def take(
-        self, state: State, weights: Weights, received: dict[str, Tensor], due: Round
+        self,
+        state: State,
+        weights: Weights,
+        received: dict[str, Tensor],
+        due: Round,
+        still: Collection[str] = (),
     ) -> tuple[State, Weights]:
         """The outer step; in the warm-up the mean."""
         if due.begins <= self.after:
             means = {n: state[f"anchor.{n}"] - mean for n, mean in received.items()}
             return of_kind("anchor", means), means
-        alpha = self.alpha if self.delay else 0.0
         changed: State = {}
         new: Weights = {}
         for n, mean in received.items():
             m = self.momentum * state[f"momentum.{n}"] + mean
             anchor = state[f"anchor.{n}"] - self.lr * (mean + self.momentum * m)
             changed |= {f"momentum.{n}": m, f"anchor.{n}": anchor}
+            alpha = self.alpha if self.delay and n not in still else 0.0
             new[n] = alpha * weights[n] + (1 - alpha) * anchor if alpha else anchor.clone()
         return changed, new

@@ -12,6 +12,7 @@ first caller.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -73,7 +74,12 @@ class Elastic(Strategy):
         return "centre"
 
     def take(
-        self, state: State, weights: Weights, received: dict[str, Tensor], due: Round
+        self,
+        state: State,
+        weights: Weights,
+        received: dict[str, Tensor],
+        due: Round,
+        still: Collection[str] = (),
     ) -> tuple[State, Weights]:
         """Add the centre's answer to the weights."""
         return {}, {n: weights[n] + d for n, d in received.items()}

@@ -5,19 +5,20 @@
 Assran et al., 1811.10792. At round k replica i sends to replica i + 2^(k mod log2 R): if R is a power of two,
 all weights have reached all replicas after log2 R rounds. The sum of x and the sum of w, with messages in
 flight, are constant; so the z_i approach the mean even if messages land late (`delay`), when the w_i differ.
+Each weight has a w of its own, as it may join while messages are in flight.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from tutti.replicas.strategy import PUSH, Round, State, Strategy, Weights, at_least, of_kind
 
-# The name of a fragment's mass w in messages; no parameter has this name.
-MASS = "mass of the message"
+# With this before its name, a weight's mass w in messages.
+MASS = "mass of "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,40 +53,43 @@ class Gossip(Strategy):
 
     def init(self, weights: Weights) -> State:
         """x = z and w = 1."""
-        first = next(iter(weights.values()), torch.ones(()))
-        return of_kind("biased", weights) | {"mass": torch.ones_like(first.new_empty(()))}
+        whole = {f"mass.{n}": x.new_ones(()) for n, x in weights.items()}
+        return of_kind("biased", weights) | whole
 
     def offer(
         self, state: State, weights: Weights, due: Round
     ) -> tuple[State, Weights, dict[str, Tensor]]:
         """Send half of x and w, keep half."""
         half = {n: x / 2 for n, x in self._biased(state, weights).items()}
-        mass = state["mass"] / 2
-        changed = {f"biased.{n}": x for n, x in half.items()} | {"mass": mass}
-        return (
-            changed,
-            _unbiased(half, mass),
-            {n: x.clone() for n, x in half.items()} | {MASS: mass},
-        )
+        mass = {n: state[f"mass.{n}"] / 2 for n in half}
+        sent = {n: x.clone() for n, x in half.items()} | {MASS + n: w for n, w in mass.items()}
+        return _state(half, mass), _unbiased(half, mass), sent
 
     def take(
-        self, state: State, weights: Weights, received: dict[str, Tensor], due: Round
+        self,
+        state: State,
+        weights: Weights,
+        received: dict[str, Tensor],
+        due: Round,
+        still: Collection[str] = (),
     ) -> tuple[State, Weights]:
         """Add the received x and w."""
         biased = {n: x + received[n] for n, x in self._biased(state, weights).items()}
-        mass = state["mass"] + received[MASS]
-        changed = {f"biased.{n}": x for n, x in biased.items()} | {"mass": mass}
-        return changed, _unbiased(biased, mass)
+        mass = {n: state[f"mass.{n}"] + received[MASS + n] for n in biased}
+        return _state(biased, mass), _unbiased(biased, mass)
 
     def _biased(self, state: State, weights: Weights) -> Weights:
         """x, with the local steps of z since the last round."""
-        mass = state["mass"]
         found = {}
         for n, z in weights.items():
             x = state[f"biased.{n}"]
-            found[n] = x + (z - x / mass)
+            found[n] = x + (z - x / state[f"mass.{n}"])
         return found
 
 
-def _unbiased(biased: Weights, mass: Tensor) -> Weights:
-    return {n: x / mass for n, x in biased.items()}
+def _state(biased: Weights, mass: Weights) -> State:
+    return {f"biased.{n}": x for n, x in biased.items()} | {f"mass.{n}": w for n, w in mass.items()}
+
+
+def _unbiased(biased: Weights, mass: Weights) -> Weights:
+    return {n: x / mass[n] for n, x in biased.items()}

@@ -7,19 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from tutti.replicas.mean import Mean
 from tutti.replicas.pieces import TensorPiece
-from tutti.replicas.strategy import (
-    CALLS,
-    MEAN,
-    Round,
-    State,
-    Strategy,
-    Weights,
-    check_dtypes,
-)
+from tutti.replicas.roster import Roster, Shapes
+from tutti.replicas.strategy import MEAN, Round, State, Strategy, Weights, check_dtypes
 from tutti.replicas.traffic import Message
 
 
@@ -29,28 +20,44 @@ class ReplicaMember:
 
     Args:
         strategy: the same for all replicas.
-        names: every weight that replicas exchange, in the model's order; this rank may hold fewer.
         num_replicas: of the run.
         state: the strategy's state, by `kind.name`.
+        roster: every weight that replicas exchange; this rank may hold fewer.
 
     Another thread may call `answer`; `lock` makes each operation atomic.
     """
 
     strategy: Strategy
-    names: Sequence[str]
     num_replicas: int
     state: State = field(default_factory=dict)
+    roster: Roster = field(default_factory=Roster)
     lock: Any = field(default_factory=threading.RLock)
 
-    def start(self, weights: Weights) -> None:
-        """Begin anew from `weights`; raises `LayoutError` if replicas cannot average them."""
+    def start(self) -> None:
+        """Begin anew, without weights."""
+        with self.lock:
+            self.state, self.roster = {}, Roster()
+
+    def join(self, shapes: Shapes, weights: Weights, step: int) -> State:
+        """Exchange more weights from `step` on, the first that trains them; their initial state.
+
+        Args:
+            shapes: of all of them.
+            weights: those of this rank, equal on all replicas.
+
+        Raises:
+            LayoutError: replicas cannot average one of them.
+        """
         check_dtypes(self.strategy, weights)
         with self.lock:
-            self.state = self.strategy.init(weights)
+            self.roster.join(shapes, step)
+            begun = self.strategy.init(weights)
+            self.state |= begun
+        return begun
 
-    def part(self, due: Round) -> Sequence[str]:
-        """The names of a fragment: every n-th weight, so that each fragment has weights of every depth."""
-        return self.names[due.fragment :: self.strategy.num_fragments]
+    def part(self, due: Round) -> list[str]:
+        """The names of the weights that take part in a round which begins now."""
+        return self.roster.part(due, self.strategy)
 
     def begin(self, due: Round, weights: Weights, buffers: Weights) -> tuple[Weights, Message]:
         """The changed weights of a round, and this rank's message.
@@ -58,9 +65,12 @@ class ReplicaMember:
         `buffers` (running statistics) go with the first fragment of a mean, unchanged. The message of a round
         that lands later has copies of them: the next step changes buffers in place.
         """
+        part = self.part(due)
         with self.lock:
-            changed, own, message = self.strategy.offer(self.state, self._own(due, weights), due)
+            held = {n: weights[n] for n in part if n in weights}
+            changed, own, message = self.strategy.offer(self.state, held, due)
             self.state |= changed
+            self.roster.meet(due, part)
         if due.kind == MEAN and due.fragment == 0:
             at_once = due.lands == due.begins
             message = message | {n: x if at_once else x.clone() for n, x in buffers.items()}
@@ -94,22 +104,26 @@ class ReplicaMember:
         """Set these pieces of the state that calls concern to those of `call`: their holder is lost."""
         with self.lock:
             for p in pieces:
-                held = {p.name: self.state[f"{self.strategy.answers_from}.{p.name}"]}
-                p.of(held).copy_(call[p.key])
+                held = self.state.get(f"{self.strategy.answers_from}.{p.name}")
+                if held is not None and p.key in call:
+                    p.of({p.name: held}).copy_(call[p.key])
 
     def land(self, due: Round, weights: Weights, received: Message) -> Weights:
-        """The changed weights and buffers after the result of a round."""
-        own = self._own(due, weights)
-        if due.kind in CALLS:  # the reply may be about a part
-            own = {n: own[n] for n in received}
-        buffers: dict[str, Tensor] = {
-            n: x for n, x in received.items() if n not in own and due.kind == MEAN
+        """The changed weights and buffers after the result of a round, for the weights that began it.
+
+        A weight that has gone since, or has another shape, stays as it is.
+        """
+        exchanged = [n for n in received if n in self.roster]
+        own = {
+            n: weights[n]
+            for n in exchanged
+            if n in weights and weights[n].shape == received[n].shape
         }
-        theirs = {n: x for n, x in received.items() if n not in buffers}
+        buffers = {n: x for n, x in received.items() if n not in self.roster and due.kind == MEAN}
+        gone = {*exchanged} - {*own} | {*buffers}
+        theirs = {n: x for n, x in received.items() if n not in gone}
+        still = self.roster.still(due, own)
         with self.lock:
-            changed, own = self.strategy.take(self.state, own, theirs, due)
+            changed, own = self.strategy.take(self.state, own, theirs, due, still)
             self.state |= changed
         return own | buffers
-
-    def _own(self, due: Round, weights: Weights) -> Weights:
-        return {n: weights[n] for n in self.part(due) if n in weights}

@@ -11,7 +11,7 @@ as in the paper.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -75,7 +75,12 @@ class Pairs(Strategy):
         return "shared"
 
     def take(
-        self, state: State, weights: Weights, received: dict[str, Tensor], due: Round
+        self,
+        state: State,
+        weights: Weights,
+        received: dict[str, Tensor],
+        due: Round,
+        still: Collection[str] = (),
     ) -> tuple[State, Weights]:
         """Add the answer to the weights and y."""
         moved = {

@@ -14,7 +14,7 @@ Without a delay both happen after the same step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -89,6 +89,15 @@ class Strategy(ABC):
         return 1
 
     @property
+    def settles(self) -> bool:
+        """Whether all replicas have the same value of a weight that rests once its round has landed."""
+        return False
+
+    def fragment(self, names: Sequence[str], due: Round) -> list[str]:
+        """The weights of a round's fragment: every n-th, so that each fragment has weights of every depth."""
+        return list(names[due.fragment :: self.num_fragments])
+
+    @property
     def compression(self) -> str:
         """The format of messages: a name in `comm.collectives.compression.NAMES`."""
         return "fp32"
@@ -102,7 +111,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def init(self, weights: Weights) -> State:
-        """A replica's initial state."""
+        """A replica's initial state of weights that join; each has state of its own."""
 
     @abstractmethod
     def offer(
@@ -112,14 +121,22 @@ class Strategy(ABC):
 
     @abstractmethod
     def take(
-        self, state: State, weights: Weights, received: dict[str, Tensor], due: Round
+        self,
+        state: State,
+        weights: Weights,
+        received: dict[str, Tensor],
+        due: Round,
+        still: Collection[str] = (),
     ) -> tuple[State, Weights]:
-        """The changes of the state, and the weights, when the result of an exchange lands."""
+        """The changes of the state, and the weights, when the result of an exchange lands.
+
+        `still` are the weights that no step has trained since the round began.
+        """
 
     @property
     def answers_from(self) -> str:
-        """The kind of state that `answer` reads and changes."""
-        raise NotImplementedError(f"{self} is not called")
+        """The kind of state that `answer` reads and changes; "" if others never call."""
+        return ""
 
     def answer(
         self, mine: dict[str, Tensor], theirs: dict[str, Tensor], num_replicas: int

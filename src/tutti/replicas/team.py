@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -15,13 +15,16 @@ from tutti.errors import CommError
 from tutti.layout import Mesh
 from tutti.replicas.between import Between
 from tutti.replicas.calls import Calls
+from tutti.replicas.gossip import MASS
 from tutti.replicas.mean import Mean
 from tutti.replicas.member import ReplicaMember
+from tutti.replicas.roster import Roster, Shapes
 from tutti.replicas.strategy import CALLS, MEAN, Round, State, Strategy, Weights
 from tutti.replicas.traffic import Message
 
-# Results received but not landed, in a checkpoint: "arrived 96 2.weight".
+# Results received but not landed, in a checkpoint: "arrived 96.2.weight"; and the roster.
 _ARRIVED = "arrived"
+ROSTER = "roster"
 
 
 class Team:
@@ -33,36 +36,59 @@ class Team:
     Args:
         strategy: the strategy of all replicas.
         mesh: of the run, with an axis `replica`.
-        names: every weight that they exchange, in the model's order.
         device: of the weights.
     """
 
-    def __init__(
-        self, strategy: Strategy, mesh: Mesh, names: Sequence[str], device: torch.device
-    ) -> None:
+    def __init__(self, strategy: Strategy, mesh: Mesh, device: torch.device) -> None:
         self.strategy = strategy
-        self.member = ReplicaMember(strategy, names, mesh.size("replica"))
+        self.member = ReplicaMember(strategy, mesh.size("replica"))
         self.calls = Calls(self.member)
         self.between = Between(mesh, device, self.calls.answer)
         self._thread: ThreadPoolExecutor | None = None
         self._underway: dict[Round, Future[Message]] = {}
         self._arrived: dict[Round, Message] = {}
         self._told: set[int] = set()
+        self._compared = False  # whether replicas have compared the weights as they are
+        self._hashes: dict[str, str] = {}  # of weights that have joined, until their first round
+        self.restart()
 
-    def start(self, weights: Weights, everything: Mapping[str, Tensor]) -> None:
-        """Begin from `weights`, after a check that all replicas have the same state.
+    def start(self, everything: Mapping[str, Tensor]) -> None:
+        """Check that all replicas have the same state.
 
         Raises:
             CommError: on every rank, if replicas differ in `everything`, with the first such tensor.
         """
         self._check_same(everything)
-        self.restart(weights)
+        self._compared = True
 
-    def restart(self, weights: Weights) -> None:
-        """Begin anew from `weights`, which must be the same for all replicas."""
+    def restart(self) -> None:
+        """Begin anew: weights join as the next steps train them, with the same values on all replicas."""
         self._drop()
-        self.member.start(weights)
-        self.calls.start(weights, self.between)
+        self.member.start()
+        self.calls.start(self.between)
+        self._hashes.clear()
+        self._compared = False
+
+    def before(self, step: int, trained: Shapes, weights: Callable[[], Weights]) -> None:
+        """Let the weights join that `step` trains first.
+
+        Args:
+            trained: all weights that the step trains.
+            weights: returns those of this rank, with their values before the step.
+
+        Raises:
+            LayoutError: replicas cannot average one of them.
+        """
+        if shapes := self.member.roster.lacks(trained):
+            now = weights()
+            own = {n: now[n] for n in shapes if n in now}
+            with self.member.lock:
+                begun = self.member.join(shapes, own, step)
+                self.calls.join(own)
+            if self.strategy.settles and begun and not self._compared:
+                self._hashes |= {n: digest(x) for n, x in own.items()}
+        self._compared = False
+        self.member.roster.train(trained, step)
 
     def is_due(self, step: int) -> bool:
         """Whether a round begins or a result lands after `step`."""
@@ -83,6 +109,7 @@ class Team:
             changed.update(new)
             now.update(new)
 
+        self.calls.check(step)
         for due in [due for due in (*self._arrived, *self._underway) if due.lands == step]:
             note(self.member.land(due, now, self._result(due)))
         for new in self.calls.landed(now, self.between):
@@ -91,20 +118,21 @@ class Team:
             if due.kind in CALLS:
                 note(self.calls.begin(due, now, self.between))
                 continue
+            label = {n: self._hashes.pop(n, "") for n in self.member.part(due)}
             own, sent = self.member.begin(due, now, buffers)
             note(own)
             if due.lands == step:
-                note(self.member.land(due, now, self._exchange(due, sent)))
+                note(self.member.land(due, now, self._exchange(due, sent, label)))
             else:
-                self._start(due, sent)
+                self._start(due, sent, label)
         self._tell()
         return changed
 
-    def _exchange(self, due: Round, sent: Message) -> Message:
+    def _exchange(self, due: Round, sent: Message, label: Mapping[str, str]) -> Message:
         if due.kind != MEAN:
-            return self.between.push(due, sent)
+            return self.between.push(due, sent, label)
         side = self._side(due, sent)
-        received = self.between.mean(due, side)
+        received = self.between.mean(due, side, label)
         self.member.settle(side)
         return received
 
@@ -135,27 +163,16 @@ class Team:
             for due, message in self._arrived.items()
             for name, x in message.items()
         }
-        return self.member.state | kept
+        return self.member.state | kept | {ROSTER: self.member.roster.packed()}
 
-    def expected(self, weights: Weights, buffers: Weights, step: int) -> State:
-        """The names, shapes and dtypes of `state` after `step`; the values mean nothing."""
-        begin = self.strategy.init(weights)
-        found = dict(begin)
-        for k in range(max(1, step - self.strategy.longest_delay), step + 1):
-            for due in self.strategy.rounds(k, self.between.num_replicas):
-                if due.lands > step:
-                    member = ReplicaMember(
-                        self.strategy, self.member.names, self.between.num_replicas, dict(begin)
-                    )
-                    message = member.begin(due, weights, buffers)[1]
-                    found |= {f"{_ARRIVED} {k}.{n}": x for n, x in message.items()}
-        return found
-
-    def load(self, state: State, step: int) -> None:
-        """Continue from `state`, saved after `step`."""
-        self._drop()
-        self.calls.drop()
+    def load(self, state: State, step: int, weights: Weights) -> None:
+        """Continue from `state`, saved after `step`; `weights` are this rank's."""
+        self.restart()
+        state = dict(state)
+        self.member.roster = Roster.unpacked(state.pop(ROSTER))
         self.member.state = {n: x for n, x in state.items() if not n.startswith(_ARRIVED)}
+        for names in self.member.roster.generations():
+            self.calls.join({n: weights[n] for n in names if n in weights})
         for begins in sorted({_begins(n) for n in state if n.startswith(_ARRIVED)}):
             (due,) = (
                 r for r in self.strategy.rounds(begins, self.between.num_replicas) if r.lands > step
@@ -170,14 +187,11 @@ class Team:
         for due in (*self._arrived, *self._underway):
             self._result(due)
 
-    def _start(self, due: Round, sent: Message) -> None:
+    def _start(self, due: Round, sent: Message, label: Mapping[str, str]) -> None:
         """Start a round in the background; rounds run one after the other."""
-        if not sent:  # neither this rank nor its counterparts hold any of the fragment
-            self._arrived[due] = {}
-            return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="tutti-rounds")
-        self._underway[due] = self._thread.submit(torch.no_grad()(self._exchange), due, sent)
+        self._underway[due] = self._thread.submit(torch.no_grad()(self._exchange), due, sent, label)
 
     def _result(self, due: Round) -> Message:
         if due in self._arrived:
@@ -198,3 +212,8 @@ class Team:
 
 def _begins(name: str) -> int:
     return int(name.split(".")[0].split(" ")[1])
+
+
+def weight_of(key: str) -> str:
+    """The weight or buffer that an entry of `Team.state` belongs to; "" for the roster."""
+    return key.partition(".")[2].removeprefix(MASS)

@@ -20,21 +20,31 @@ class Replicas:
         strategy: their strategy.
         names: every weight that replicas exchange, in the model's order.
         weights: of each replica, by name; some of `names`.
+
+    `trained` are the weights that the steps train: all that have joined, unless it is set to others.
     """
 
     def __init__(
         self, strategy: Strategy, names: Sequence[str], weights: Sequence[Weights]
     ) -> None:
         self.strategy = strategy
-        self.members = [ReplicaMember(strategy, names, len(weights)) for _ in weights]
-        for member, own in zip(self.members, weights, strict=True):
-            member.start(own)
+        self.members = [ReplicaMember(strategy, len(weights)) for _ in weights]
         self.underway: dict[Round, list[Message]] = {}
+        self.trained: list[str] = []
+        self.join(names, weights, 1)
+
+    def join(self, names: Sequence[str], weights: Sequence[Weights], step: int) -> None:
+        """Exchange more weights from `step` on, with their values before it."""
+        self.trained += names
+        for member, own in zip(self.members, weights, strict=True):
+            member.join(dict.fromkeys(names, ()), own, step)
 
     def after(
         self, step: int, weights: Sequence[Weights], buffers: Sequence[Weights] = ()
     ) -> list[Weights]:
-        """The changes of each replica's weights and buffers after `step`, by name."""
+        """The changes of each replica's weights and buffers after `step`, which has trained `trained`."""
+        for member in self.members:
+            member.roster.train(self.trained, step)
         now = [dict(own) for own in weights]
         changed: list[Weights] = [{} for _ in weights]
         whole = list(buffers) or [{} for _ in weights]

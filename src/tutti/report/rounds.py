@@ -11,7 +11,6 @@ from tutti.partition.partition import Program
 from tutti.pipeline.timed import Timed
 from tutti.quantities import format_nbytes
 from tutti.replicas import strategies
-from tutti.replicas.member import ReplicaMember
 from tutti.replicas.strategy import AVERAGED, CENTRE, MEAN, PAIR, PUSH, Round, Strategy
 from tutti.report.text_table import columns
 
@@ -79,7 +78,7 @@ def _exchange(
     state = {s.name: s for s in program.captured.state}
     trained = [n for n in program.captured.updated if state[n].kind == "parameter"]
     order = [n for n in state if n in set(trained)]
-    names = list(ReplicaMember(strategy, order, count).part(due))
+    names = strategy.fragment(order, due)
     statistics = [
         s.name for s in state.values() if s.kind == "buffer" and s.tensor.dtype in AVERAGED
     ]

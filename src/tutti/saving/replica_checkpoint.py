@@ -22,9 +22,12 @@ from tutti.checkpoint.files import Reading
 from tutti.checkpoint.unanimous import ranks_of
 from tutti.comm.collectives.group import collective_timeout
 from tutti.environment import RUN_DIR
+from tutti.errors import CheckpointError
 from tutti.launch.records import GivenUp, write_record
 from tutti.replicas import replica_rows
-from tutti.state.residence import local_of, set_local
+from tutti.replicas.team import ROSTER, weight_of
+from tutti.state.agreeing import Agreeing
+from tutti.state.residence import local_of, run_device, set_local
 from tutti.state.shards import plain_dtensor
 
 
@@ -118,7 +121,7 @@ def to_save(running: Running, state: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def read(running: Running, reading: Reading, num_steps: int) -> dict[str, Tensor]:
+def read(running: Running, reading: Reading) -> dict[str, Tensor]:
     """This replica's own state in a checkpoint, and its strategy's, by the names there; changes nothing.
 
     Empty if the checkpoint does not fit this run, or the state is not laid out yet.
@@ -126,14 +129,36 @@ def read(running: Running, reading: Reading, num_steps: int) -> dict[str, Tensor
     agreeing = running.agreeing
     if agreeing is None or agreeing.team is None or not _fits(running, reading):
         return {}
-    team, replica = agreeing.team, agreeing.replica
-    template = team.expected(agreeing.weights(), agreeing.buffers(), num_steps)
-    fresh = {n: torch.empty_like(x) for n, x in _remembered(running, replica, template).items()}
+    replica = agreeing.replica
+    fresh = _of_strategy(agreeing, reading)
     if replica:
-        state = {s.name: s.tensor for s in agreeing.here()}
+        state = {s.name: s.tensor for s in agreeing.here() if s.name in reading.manifest.tensors}
         fresh |= {_own(replica, n): torch.empty_like(plain_dtensor(x)) for n, x in state.items()}
     reading.fill(fresh)
     return fresh
+
+
+def _of_strategy(agreeing: Agreeing, reading: Reading) -> dict[str, Tensor]:
+    """Room for the state of this rank's strategy in a checkpoint, for weights here; the weights that replicas
+    exchange may be others now than at the save."""
+    here = {s.name: s.tensor for s in agreeing.here() if s.kind != "slot"}
+    prefix, device = _own(agreeing.replica, "sync/"), run_device(agreeing.job.model)
+    found: dict[str, Tensor] = {}
+    forms = reading.forms(prefix)
+    if prefix + ROSTER not in forms:
+        raise CheckpointError(
+            f"{reading.path} does not say which weights its replicas exchange",
+            why="an earlier version of tutti has saved it",
+            fix="load it under a layout without replicas, save it, and load that",
+        )
+    for name, form in forms.items():
+        key = name.removeprefix(prefix)
+        like = here.get(weight_of(key))
+        if isinstance(like, DTensor) and tuple(like.shape) == form.shape:
+            found[name] = torch.empty_like(plain_dtensor(like), dtype=form.dtype)
+        elif like is not None or key == ROSTER:
+            found[name] = torch.empty(form.shape, dtype=form.dtype, device=device)
+    return found
 
 
 def take_over(running: Running, reading: Reading, found: Mapping[str, Tensor]) -> None:
@@ -155,19 +180,19 @@ def take_over(running: Running, reading: Reading, found: Mapping[str, Tensor]) -
     replica = agreeing.replica
     if replica:
         for s in agreeing.here():
-            set_local(s.tensor, local_of(found[_own(replica, s.name)]))
+            if (own := found.get(_own(replica, s.name))) is not None:
+                set_local(s.tensor, local_of(own))
     prefix = _own(replica, "sync/")
     remembered = {n: x for n, x in found.items() if n.startswith(prefix)}
-    team.load(
-        {n.removeprefix(prefix): local_of(x) for n, x in remembered.items()}, running.num_steps
-    )
+    state = {n.removeprefix(prefix): local_of(x) for n, x in remembered.items()}
+    team.load(state, running.num_steps, agreeing.weights())
 
 
 def resume(running: Running) -> None:
     """Continue from a checkpoint loaded before the first call, once the state is laid out."""
     if running.agreeing is not None and running.agreeing.unread is not None:
         reading = Reading(running.agreeing.unread, ranks_of())
-        take_over(running, reading, read(running, reading, running.num_steps))
+        take_over(running, reading, read(running, reading))
 
 
 def _fits(running: Running, reading: Reading) -> bool:
@@ -179,8 +204,8 @@ def _remembered(running: Running, replica: int, state: Mapping[str, Tensor]) -> 
     likes = {s.name: s.tensor for s in state_of(running.job.model, None)}
     found: dict[str, Tensor] = {}
     for key, x in state.items():
-        like = likes.get(key.partition(".")[2])
-        if isinstance(like, DTensor):
+        like = likes.get(weight_of(key))
+        if isinstance(like, DTensor) and x.shape == local_of(like).shape:
             x = DTensor.from_local(
                 x,
                 like.device_mesh,

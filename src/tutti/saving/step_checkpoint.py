@@ -302,7 +302,7 @@ def read_state(running: Running, reading: Reading, ranks: Unanimous) -> dict[str
     fresh[COUNT] = torch.tensor(0)
     fresh |= {n: torch.empty(form.shape, dtype=form.dtype) for n, form in python.items()}
     reading.fill(fresh)
-    remembered = replica_checkpoint.read(running, reading, int(fresh[COUNT]))
+    remembered = replica_checkpoint.read(running, reading)
     for name, tensor in mine.items():
         set_local(tensor, local_of(fresh[name]))
     saved_values.put(running.python, {n: fresh[n] for n in python})

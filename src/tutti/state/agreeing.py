@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tutti.environment import RUN_DIR
 from tutti.job import Job
 from tutti.launch.records import ReplicaJoined, write_record
 from tutti.replicas import replica_rows, strategies
+from tutti.replicas.roster import Shapes
 from tutti.replicas.strategy import AVERAGED
 from tutti.replicas.team import Team
 from tutti.state.residence import local_of, run_device, set_local
@@ -24,8 +26,9 @@ from tutti.state.residences import residence_of
 class Agreeing:
     """The exchanges of one step's replicas; does nothing before the step's first call.
 
-    They exchange the parameters that the step's optimizers train. A mean over all replicas includes floating
-    buffers (running statistics); each replica keeps its own optimizer slots.
+    They exchange the parameters of the step's optimizers that its programs update. Such a parameter joins
+    before the first call of such a program. A mean over all replicas includes floating buffers (running
+    statistics); each replica keeps its own optimizer slots.
 
     `unread` is a checkpoint to resume from once the first call has laid out the state.
     """
@@ -48,15 +51,18 @@ class Agreeing:
 
     def start(self) -> None:
         """Begin the strategy after the layout of the state; all ranks call together."""
-        names = [s.name for s in self._trained()]
-        self.team = Team(self.strategy, self.layout.mesh, names, run_device(self.job.model))
-        everything = {s.name: local_of(s.tensor) for s in self.here()}
-        self.team.start(self.weights(), everything)
+        self.team = Team(self.strategy, self.layout.mesh, run_device(self.job.model))
+        self.team.start({s.name: local_of(s.tensor) for s in self.here()})
         group = dist.new_group(timeout=collective_timeout())
         assert isinstance(group, dist.ProcessGroup)
         self.saving = tuple(range(self.layout.num_replicas)), group
         if run_dir := RUN_DIR.read():
             write_record(Path(run_dir), ReplicaJoined(dist.get_rank(), self.replica))
+
+    def before(self, step: int, trained: Shapes) -> None:
+        """Let the parameters join that `step` trains first; `trained` are all that it trains."""
+        assert self.team is not None
+        self.team.before(step, trained, self.weights)
 
     def after(self, num_steps: int) -> None:
         """Run the exchanges that are due after this number of steps."""
@@ -68,19 +74,18 @@ class Agreeing:
             changed = self.team.after(num_steps, weights, buffers)
         tensors = {s.name: s.tensor for s in state_of(self.job.model, None)}
         for name, value in changed.items():
-            if value is not weights.get(name):
+            if value is not weights.get(name) and name in tensors:
                 set_local(tensors[name], value)
 
     def restart(self) -> None:
         """Reset the strategy's state after a replacement of the weights."""
         self.unread = None
         if self.team is not None:
-            self.team.restart(self.weights())
+            self.team.restart()
 
     def weights(self) -> dict[str, Tensor]:
-        """This rank's part of the exchanged weights."""
-        here = {s.name for s in self.here()}
-        return {s.name: local_of(s.tensor) for s in self._trained() if s.name in here}
+        """This rank's part of the parameters, exchanged or not."""
+        return {s.name: local_of(s.tensor) for s in self.here() if s.kind == "parameter"}
 
     def buffers(self) -> dict[str, Tensor]:
         """This rank's part of the running statistics."""
@@ -94,20 +99,20 @@ class Agreeing:
         state = state_of(self.job.model, self.job.optimizer)
         return [s for s in state if home.keeper(s.name, pipe_rank) == pipe_rank]
 
-    def _trained(self) -> list[StateTensor]:
-        return trained(self.job.model, self.job.optimizer)
 
+def trained(model: nn.Module, optimizer: Any, updated: Collection[str]) -> list[StateTensor]:
+    """The parameters of the optimizers that a program updates, in the model's order.
 
-def trained(model: nn.Module, optimizer: Any) -> list[StateTensor]:
-    """The parameters of the optimizers, in the model's order; raises for a dtype without a mean."""
+    The program knows better than `requires_grad` between calls, which a step may change within.
+    """
     given = {
         id(p)
         for one in optimizers_of(optimizer)
         for group in one.param_groups
         for p in group["params"]
-        if p.requires_grad
     }
-    return [s for s in state_of(model, None) if id(s.tensor) in given]
+    names = {*updated}
+    return [s for s in state_of(model, None) if id(s.tensor) in given and s.name in names]
 
 
 def _averaged(s: StateTensor) -> bool:

@@ -64,10 +64,11 @@ def compare_replicas(
     check_dtype(dtype)
     layout, count = job.layout, job.layout.num_replicas
     due = strategies.parse(layout.sync)
-    agreed = {s.name: s.tensor for s in trained(job.model, job.optimizer)}
-    check_dtypes(due, agreed)
     batches = [replica_rows.of_batch(batch, r, count) for r in range(count)]
     subject = Subject.of(job, batches[0], steps)
+    updated = subject.captured.updated
+    agreed = {s.name: s.tensor for s in trained(job.model, job.optimizer, updated)}
+    check_dtypes(due, agreed)
     feeds = [feed_of(subject.captured, job.optimizer, own) for own in batches]
     program = subject.program(layout, job.place)
     given = subject, program, feeds, list(agreed), due, strategy or due, job.cut
