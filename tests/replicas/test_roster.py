@@ -11,6 +11,7 @@ from tutti.errors import CommError
 from tutti.replicas.calls import Calls
 from tutti.replicas.labels import check_labels, labelled
 from tutti.replicas.member import ReplicaMember
+from tutti.replicas.pieces import cut
 from tutti.replicas.roster import Roster
 from tutti.replicas.strategies import parse
 from tutti.replicas.strategy import Round
@@ -112,3 +113,14 @@ def test_a_call_about_a_weight_that_has_not_joined_has_no_effect_and_is_refused_
     calls.join(weights)
     calls.check(9)
     assert calls.answer(0, "4.0", {"a:0": torch.ones(1)}).keys() == {"a:0"}
+
+
+@pytest.mark.parametrize("text", ["elastic(every=1)", "pairs(every=1)"])
+def test_a_call_during_a_save_does_not_change_what_is_saved(text: str) -> None:
+    member = ReplicaMember(parse(text), 2)
+    weights = {"a": torch.zeros(4)}
+    member.join({"a": (4,)}, weights, 1)
+    saved, kind = member.copy(), parse(text).answers_from
+    (pieces,) = cut(weights, 1)
+    member.answer(pieces, {"a:0": torch.ones(4)})
+    assert member.state[f"{kind}.a"].any() and not saved[f"{kind}.a"].any()

@@ -100,6 +100,15 @@ class ReplicaMember:
                 mine[key].copy_(value)
             return reply
 
+    def copy(self) -> State:
+        """The state, with copies of what other replicas' calls change."""
+        kind = self.strategy.answers_from
+        with self.lock:
+            return {
+                n: x.clone() if kind and n.startswith(f"{kind}.") else x
+                for n, x in self.state.items()
+            }
+
     def replace(self, pieces: Sequence[TensorPiece], call: Message) -> None:
         """Set these pieces of the state that calls concern to those of `call`: their holder is lost."""
         with self.lock:

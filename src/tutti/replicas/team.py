@@ -163,7 +163,7 @@ class Team:
             for due, message in self._arrived.items()
             for name, x in message.items()
         }
-        return self.member.state | kept | {ROSTER: self.member.roster.packed()}
+        return self.member.copy() | kept | {ROSTER: self.member.roster.packed()}
 
     def load(self, state: State, step: int, weights: Weights) -> None:
         """Continue from `state`, saved after `step`; `weights` are this rank's."""
