@@ -126,6 +126,17 @@ def test_replicas_that_would_go_different_ways_are_refused() -> None:
     assert "a layout without" in caught.value.fix
 
 
+@pytest.mark.parametrize("name", ["scaled", "scaled by fused kernels"])
+def test_a_scaler_under_replicas_is_refused_by_name(name: str) -> None:
+    step, model, optimizer = READING[name]()
+    layout = "replica=2 sync=average(every=2)"
+    with pytest.raises(tutti.CaptureError, match=r"GradScaler.* branches on a value") as caught:
+        tutti.verify(step, model, optimizer, (programs.batch(0),), layout)
+    assert "scaler.step(o)" in caught.value.at
+    assert caught.value.fix.startswith("GradScaler(enabled=False)")
+    assert "data=N" in caught.value.fix
+
+
 def test_nothing_of_a_run_that_went_another_way_counts() -> None:
     step, model, optimizer = READING["skips_a_loss_that_is_not_finite"]()
     played = tutti.distribute(step, model, optimizer, "")

@@ -98,7 +98,7 @@ def test_axes_stand_outermost_first_and_size_one_is_left_out_of_the_mesh() -> No
         ("micro=0", "not a whole number from 1", "micro=2"),
         ("schedule=fast", 'schedule="fast" is unknown', "1f1b, interleaved(2), ./mine.txt"),
         ("schedule", "has no value", "schedule="),
-        ("precision=fp16", 'precision="fp16" is unknown', "fp32, bf16"),
+        ("precision=fp16", 'precision="fp16" is unknown', "the script's own torch.autocast"),
         ("precision=bf61", 'precision="bf61" is unknown', "fp32, bf16"),
         ("precision=", 'in layout "precision="', "precision=bf16"),
     ],

@@ -89,10 +89,18 @@ class Layout:
             )
         self._check_schedule()
         if self.precision not in PRECISIONS:
+            half = self.precision in ("fp16", "float16", "half")
             raise LayoutError(
                 f'precision="{self.precision}" is unknown',
-                why="it is what the forward computes in; weights and sums over ranks stay float32",
-                fix=", ".join(PRECISIONS),
+                why="gradients in float16 need a loss scale, which belongs to the script"
+                if half
+                else "it is what the forward computes in; weights and sums over ranks stay float32",
+                fix=", ".join(PRECISIONS)
+                + (
+                    "; or the script's own torch.autocast in float16 with GradScaler"
+                    if half
+                    else ""
+                ),
             )
         Budget.parse(self.remat)
 

@@ -22,6 +22,7 @@ from tutti.capture.patch_table import CONVERSIONS, FAKE_CONVERSIONS, FAKE_READS,
 from tutti.capture.python.host_values import noted
 from tutti.capture.python.known_values import UNKNOWN, known
 from tutti.capture.python.ways_out import of_stack
+from tutti.capture.value_readers import READER, THE_STEP, ValueReader
 from tutti.errors import CaptureError
 from tutti.graph.edits.patch import Patch, replaced
 from tutti.torch_private.symbolic import (
@@ -61,10 +62,11 @@ class Symbols(NumberEnv):
         self._every: set[sympy.Symbol] = set()  # of this trace and others
         # Answers to questions of `math` about a read number, which no symbol can answer.
         self.asked: list[tuple[str, Any, bool]] = []
+        self.readers: list[ValueReader] = []
 
     def begin(self) -> None:
         """Begin a trace: its first read is read 0."""
-        self.reads, self.kinds, self.asked = [], [], []
+        self.reads, self.kinds, self.asked, self.readers = [], [], [], []
 
     def create_unbacked_symfloat(self) -> torch.SymFloat:
         return self._read(float)
@@ -81,6 +83,7 @@ class Symbols(NumberEnv):
         value = hint if kind is float else int(hint)
         symbol: Any = self.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
         self.kinds.append(kind)
+        self.readers.append(READER.get())
         self.reads.append(symbol)
         self._every.add(symbol)
         if kind is float:
@@ -136,12 +139,13 @@ class Symbols(NumberEnv):
 
 @dataclass(frozen=True)
 class Reads:
-    """The reads and branches of one trace: the symbols with their numbers, and the line of the first read."""
+    """The reads and branches of one trace: symbols with their numbers; line and reader of the first."""
 
     symbols: tuple[sympy.Symbol, ...] = ()
     numbers: tuple[int, ...] = ()
     asked: tuple[tuple[str, Any, bool], ...] = ()
     source: str = ""
+    reader: ValueReader = THE_STEP
 
     def __len__(self) -> int:
         return len(self.symbols)
@@ -150,10 +154,10 @@ class Reads:
         """Raise `CaptureError` if the trace reads any value."""
         if self.symbols:
             raise CaptureError(
-                f"the step branches on a value of a tensor, {where}",
+                f"{self.reader.name} branches on a value of a tensor, {where}",
                 at=quoted(self.source),
                 why="each rank would have to know it before it goes on",
-                fix=fix,
+                fix=self.reader.way_out + fix,
             )
 
 
@@ -180,6 +184,7 @@ def held(traced: fx.GraphModule, symbols: Symbols) -> Reads:
         tuple(numbers),
         tuple(symbols.asked),
         found[0].meta.get("source", ""),
+        symbols.readers[numbers[0]],
     )
 
 

@@ -17,10 +17,15 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from tutti.capture.patch_table import SCALED_UPDATE, SCALER_SKIPS, SCALER_STEP
+from tutti.capture.value_readers import READER, ValueReader
 from tutti.graph.edits.patch import replaced
 from tutti.torch_private.optimizer_marks import is_scaled_by_kernel
 
 aten = torch.ops.aten
+_SCALER = ValueReader(
+    "torch.amp.GradScaler, which skips an update by the gradients,",
+    "GradScaler(enabled=False) with torch.autocast in bfloat16 or precision=bf16, which need no scale; or ",
+)
 _STEP: Any = GradScaler.step
 
 
@@ -65,7 +70,12 @@ def _maybe_step(
     _scaler: GradScaler, optimizer: Optimizer, state: dict[str, Any], *args: Any, **options: Any
 ) -> Any:
     """PyTorch's function with a condition in place of a sum of numbers: a trace guesses it false."""
-    if any(bool(found != 0) for found in state["found_inf_per_device"].values()):
+    token = READER.set(_SCALER)
+    try:
+        skips = any(bool(found != 0) for found in state["found_inf_per_device"].values())
+    finally:
+        READER.reset(token)
+    if skips:
         return None
     return optimizer.step(*args, **options)
 
