@@ -247,3 +247,29 @@ def test_equal_numbers_are_two_inputs() -> None:
     for a, b in ((0.5, 0.5), (0.5, 0.7), (0.3, 0.7), (0.3, 0.3), (0.2, 0.1)):
         x = programs.batch(0)
         assert float(played(x, a, b)) == pytest.approx(float(step(model, x, a, b)))
+
+
+def test_a_number_of_a_tensor_that_equals_an_input() -> None:
+    """A branch finds both 0, or both equal: the tensor is read in each call all the same."""
+    model = programs.mlp()
+
+    def step(m: Any, x: Tensor, count: Tensor, a: float) -> Tensor:
+        factor = 1.0 if a == 0 else 2.0
+        number = count.item()
+        if number == 0:
+            return m(x).sum() * factor
+        return m(x).sum() * (5.0 if number == a else 3.0)
+
+    played = tutti.distribute(step, model, None, "")
+    for number, a in (
+        (0, 0.0),
+        (2, 0.0),
+        (2, 2.0),
+        (0, 2.0),
+        (3, 2.0),
+        (0, 0.0),
+        (2, 2.0),
+        (4, 0.0),
+    ):
+        x, count = programs.batch(0), torch.tensor(float(number))
+        assert float(played(x, count, a)) == pytest.approx(float(step(model, x, count, a)))

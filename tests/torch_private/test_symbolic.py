@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import types
 from types import FrameType
+from typing import Any
 
 import pytest
 import sympy
@@ -80,6 +81,17 @@ def test_a_branch_on_a_number_without_a_value_is_an_error() -> None:
     env = NumberEnv()
     with pytest.raises(GuardOnDataDependentSymNode):
         bool(env.create_unbacked_symint() == 3)
+
+
+def test_a_branch_makes_a_symbol_a_number_unless_it_stays() -> None:
+    class Staying(NumberEnv):
+        def stays(self, symbol: Any) -> bool:
+            return True
+
+    for env, is_symbol in ((NumberEnv(), False), (Staying(), True)):
+        n = _number(env, 0.5)
+        assert n == 0.5 and len(env.guards) == 1
+        assert bool(n.node.expr.free_symbols) is is_symbol
 
 
 def test_an_env_has_a_frame_for_its_errors() -> None:

@@ -38,12 +38,23 @@ expression_of: Callable[[Any], Any] = attrgetter("node._expr")
 class NumberEnv(ShapeEnv):
     """Keeps the symbols of a trace, and the conditions of its branches.
 
-    Why: `_get_user_frame` is None for a stack of PyTorch's frames only, which fails an error's text.
-    Public: none.
+    Why: `_get_user_frame` is None for a stack of PyTorch's frames only, which fails an error's text. A branch
+    on `x == 0` makes x the number 0 in all of the graph. Public: none.
     """
 
     def _get_user_frame(self) -> FrameType:
         return sys._getframe()  # any frame: an error of PyTorch 2.11 needs one
+
+    def stays(self, symbol: Any) -> bool:
+        """Whether a symbol stays itself where a branch has found it equal to something else.
+
+        Else PyTorch takes nodes of the same value out of the graph.
+        """
+        return False
+
+    def _set_replacement(self, a: Any, tgt: Any, msg: str) -> None:
+        if not any(map(self.stays, (a, *tgt.free_symbols))):
+            super()._set_replacement(a, tgt, msg)
 
 
 def function_of_symbol(name: str) -> Callable[[Any], Any]:

@@ -68,6 +68,10 @@ class Symbols(NumberEnv):
         """Begin a trace: its first read is read 0."""
         self.reads, self.kinds, self.asked, self.readers = [], [], [], []
 
+    def stays(self, symbol: Any) -> bool:
+        """A read number is read anew in each call, whatever it was equal to."""
+        return symbol in self._every
+
     def create_unbacked_symfloat(self) -> torch.SymFloat:
         return self._read(float)
 
