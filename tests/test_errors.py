@@ -308,6 +308,18 @@ def test_check_nan_stops_at_the_first_node_and_keeps_the_state(
     assert step(x) < first  # it goes on from there
 
 
+def test_check_nan_looks_at_complex_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def phase(model: nn.Linear, x: Tensor) -> Tensor:
+        waves = torch.fft.fft(model(x).flatten())
+        turned = waves / (waves - waves)  # NaN
+        return turned.real.isnan().sum()
+
+    monkeypatch.setenv("TUTTI_CHECK_NAN", "1")
+    step = tutti.distribute(phase, nn.Linear(4, 1))
+    with pytest.raises(TuttiError, match=r"div\.Tensor made NaN or infinity"):
+        step(torch.ones(8, 4))
+
+
 def test_check_nan_lets_masks_be_and_changes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = runs.prepare("llama_eager").losses(2)
     monkeypatch.setenv("TUTTI_CHECK_NAN", "1")

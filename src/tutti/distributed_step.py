@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import cmath
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -149,8 +149,8 @@ class Step:
 
     def _warn_of_nan(self, returned: Sequence[Any]) -> None:
         for x in returned:
-            scalar = isinstance(x, Tensor) and not x.dim() and x.is_floating_point()
-            if scalar and x.is_cpu and not math.isfinite(x.item()):
+            scalar = isinstance(x, Tensor) and not x.dim() and x.is_cpu
+            if scalar and not cmath.isfinite(x.item()):
                 warnings.warn(
                     f"step {self.num_steps - 1} returned {x.item()}; run again with {CHECK_NAN}=1 to "
                     "stop at the first node that makes it",

@@ -119,5 +119,10 @@ class _Nodes(fx.Interpreter):
 
 def _finite(value: Any) -> bool:
     """Attention masks hold -inf on purpose: NaN counts, and infinities that are not negative."""
-    found = (x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point())
+    found = map(_reals, (x for x in tree_leaves(value) if isinstance(x, Tensor)))
+    found = (x for x in found if x.is_floating_point())
     return not any(bool((x.isnan() | (x == float("inf"))).any()) for x in found)
+
+
+def _reals(x: Tensor) -> Tensor:
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x

@@ -23,7 +23,14 @@ from torch import Tensor, fx, nn
 from tutti.graph.players.rounding import Rounding
 from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
-from tutti.verification.comparisons import FLOOR, Errors, Made, differences, largest
+from tutti.verification.comparisons import (
+    FLOOR,
+    Errors,
+    Made,
+    differences,
+    is_rounded,
+    largest,
+)
 
 # The number of samples of rounding, and the greatest difference of a right program as a multiple of theirs.
 SAMPLES, FACTOR = 4, 16.0
@@ -111,7 +118,7 @@ class Aligned:
 def _gradient_scales(own: Made) -> dict[str, float]:
     """The scale of each, or a small part of the largest: all entries of one may be rounding."""
     sizes = {n: largest(x) for n, x in own.gradients.items()}
-    whole = (sizes[n] for n, x in own.gradients.items() if x.ndim and x.is_floating_point())
+    whole = (sizes[n] for n, x in own.gradients.items() if x.ndim and is_rounded(x))
     floor = FLOOR * max(whole, default=0.0)
     return {f"the gradient {n}": max(size, floor) for n, size in sizes.items()}
 

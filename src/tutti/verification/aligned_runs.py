@@ -18,10 +18,12 @@ from tutti.verification.comparisons import (
     Made,
     PartitionComparison,
     inputs_of,
+    is_rounded,
     kind_of,
     largest,
     largest_difference,
     scales_of,
+    widened,
 )
 from tutti.verification.following import following
 from tutti.verification.observed import Observed
@@ -115,13 +117,13 @@ class AlignedCapture:
 
 def _change_scales(own: Made, before: Mapping[str, Tensor]) -> dict[str, float]:
     """The scales of a step's changes, one for each kind."""
-    changes = {n: x.double() - before[n].double() for n, x in own.state.items()}
+    changes = {n: widened(x) - widened(before[n]) for n, x in own.state.items()}
     kinds = scales_of(changes)
     return {
-        n: max(kinds.get(kind_of(n), 0.0), _rounding(x) * 1e3 * largest(x.double()))
+        n: max(kinds.get(kind_of(n), 0.0), _rounding(x) * 1e3 * largest(widened(x)))
         for n, x in own.state.items()
     }
 
 
 def _rounding(x: Tensor) -> float:
-    return torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
+    return torch.finfo(x.dtype).eps if is_rounded(x) else 0.0

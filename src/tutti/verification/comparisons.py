@@ -127,7 +127,7 @@ def kind_of(name: str) -> str:
 def scales_of(state: Mapping[str, Tensor]) -> dict[str, float]:
     scales: dict[str, float] = {}
     for name, x in state.items():
-        if x.is_floating_point():
+        if is_rounded(x):
             scales[kind_of(name)] = max(scales.get(kind_of(name), 0.0), largest(x))
     return scales
 
@@ -292,11 +292,20 @@ def largest_difference(a: Tensor, b: Tensor) -> Tensor:
     return differences(a, b).max()
 
 
+def is_rounded(x: Tensor) -> bool:
+    """Whether `x` holds floating-point or complex numbers."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def widened(x: Tensor) -> Tensor:
+    """`x` in float64, or in a complex number of two of these."""
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
 def differences(a: Tensor, b: Tensor) -> Tensor:
     """The distance of entries, in float64; NaN equals NaN."""
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    difference = (a.to(wide) - b.to(wide)).abs()
-    both = (a == b) | (a.isnan() & b.isnan()) if a.is_floating_point() else a == b
+    difference = (widened(a) - widened(b)).abs()
+    both = (a == b) | (a.isnan() & b.isnan()) if is_rounded(a) else a == b
     return torch.where(both, torch.zeros_like(difference), difference)
 
 
@@ -396,13 +405,13 @@ class CaptureComparison:
     def _changes(self, mine: dict[str, Tensor]) -> None:
         """Compare the steps' changes, each kind on its own scale."""
         now = snapshot(self.captured, self.model, self.optimizer)
-        eager = {n: now[n].double() - self.start[n].double() for n in self.captured.updated}
+        eager = {n: widened(now[n]) - widened(self.start[n]) for n in self.captured.updated}
         scales = scales_of(eager)
         for name, change in eager.items():
-            error = largest_difference(mine[name].double() - self.start[name].double(), change)
-            rounding = torch.finfo(now[name].dtype).eps if now[name].is_floating_point() else 0
+            error = largest_difference(widened(mine[name]) - widened(self.start[name]), change)
+            rounding = torch.finfo(now[name].dtype).eps if is_rounded(now[name]) else 0
             scale = max(
-                scales.get(kind_of(name), 0.0), rounding * 1e3 * largest(now[name].double())
+                scales.get(kind_of(name), 0.0), rounding * 1e3 * largest(widened(now[name]))
             )
             self.errors.add(name, error, scale)
 

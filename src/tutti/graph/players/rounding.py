@@ -142,7 +142,7 @@ class Rounding:
         if not isinstance(value, Tensor):
             return value
         if value.is_complex():
-            return torch.view_as_complex(self._inexact(torch.view_as_real(value)))
+            return torch.view_as_complex(self._inexact(torch.view_as_real(value.resolve_conj())))
         if not value.is_floating_point() or not value.numel():
             return value
         errors = self._drawn(value) * torch.finfo(value.dtype).eps
