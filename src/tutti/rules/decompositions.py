@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tutti.graph.edits.edit import Emit
+from tutti.graph.edits.edit import Emit, squares
 from tutti.rules.families import added_rows
 from tutti.rules.families.norms import length_dim
 from tutti.rules.rule import shape
@@ -122,9 +122,10 @@ def _vector_norm(emit: Emit, node: fx.Node) -> New:
     dims: Any = node.args[2] if len(node.args) > 2 and node.args[2] else range(len(shape(x)))
     dims = [d % len(shape(x)) for d in dims]
     keep = bool(node.args[3]) if len(node.args) > 3 else False
-    x = _like(emit, x, node)
+    dtype = node.meta["val"].dtype
+    x = _to(emit, x, dtype.to_complex() if x.meta["val"].is_complex() else dtype)
     if order == 2:
-        return emit(aten.sqrt.default, _sum(emit, emit(aten.mul.Tensor, x, x), dims, keep))
+        return emit(aten.sqrt.default, _sum(emit, squares(emit, x), dims, keep))
     size = emit(aten.abs.default, x)
     if order == math.inf:
         return emit(aten.amax.default, size, dims, keep)
@@ -141,8 +142,8 @@ def _moments(emit: Emit, x: fx.Node, dims: list[int]) -> tuple[fx.Node, fx.Node,
     count = float(math.prod(shape(x)[d] for d in dims))
     mean = emit(aten.div.Tensor, _sum(emit, x, dims), count)
     centered = emit(aten.sub.Tensor, x, mean)
-    square = emit(aten.mul.Tensor, centered, centered)
-    return mean, centered, emit(aten.div.Tensor, _sum(emit, square, dims), count)
+    total = _sum(emit, squares(emit, centered), dims)
+    return mean, centered, emit(aten.div.Tensor, total, count)
 
 
 def _variance(emit: Emit, node: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -189,7 +190,7 @@ def _rms_norm(emit: Emit, node: fx.Node) -> New:
     x = _to(emit, x, vals[1].dtype)  # type: ignore[arg-type]
     dims = list(range(len(shape(x)) - len(normalized), len(shape(x))))  # type: ignore[arg-type]
     count = float(math.prod(shape(x)[d] for d in dims))
-    mean = emit(aten.div.Tensor, _sum(emit, emit(aten.mul.Tensor, x, x), dims), count)
+    mean = emit(aten.div.Tensor, _sum(emit, squares(emit, x), dims), count)
     rstd = emit(aten.rsqrt.default, emit(aten.add.Tensor, mean, eps))
     out = emit(aten.mul.Tensor, x, rstd)
     if weight is not None:
@@ -300,7 +301,7 @@ def _weight_norm(emit: Emit, node: fx.Node) -> New:
     """Norms of split rows, from sums of squares."""
     v, g = (_to(emit, x, node.meta["val"][1].dtype) for x in node.args[:2])  # type: ignore[arg-type]
     dims = [i for i in range(len(shape(v))) if i != length_dim(node)]
-    norms = emit(aten.sqrt.default, _sum(emit, emit(aten.mul.Tensor, v, v), dims))
+    norms = emit(aten.sqrt.default, _sum(emit, squares(emit, v), dims))
     scale = emit(aten.div.Tensor, g, norms)
     return _like(emit, emit(aten.mul.Tensor, v, scale), node), norms
 

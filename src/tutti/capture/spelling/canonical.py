@@ -13,7 +13,7 @@ from tutti.capture.spelling.expert_products import take_products_by_expert
 from tutti.capture.spelling.rewrites import AGAIN, REWRITES, SAME, shape_list
 from tutti.capture.spelling.sorted_rows import put_rows_back, refuse_sorted
 from tutti.capture.spelling.strided import STRIDED, note_layout
-from tutti.graph.edits.edit import Editor, erase_dead
+from tutti.graph.edits.edit import Editor, erase_dead, squares
 from tutti.torch_private.fake_tensors import FakeTensorMode
 
 aten = torch.ops.aten
@@ -132,13 +132,10 @@ def _norm_of_norms(editor: Editor, node: fx.Node) -> None:
         if not plain or (len(norm.args) > 1 and norm.args[1] != 2):
             return
     emit = editor.at(node)
-    squares = []
+    sums = []
     for norm in norms:
         g = norm.args[0]
-        square = emit(aten.mul.Tensor, g, g)
-        dtype = norm.meta["val"].dtype
-        squares.append(
-            emit(aten.sum.dim_IntList, square, list(range(len(shape_list(g)))), False, dtype=dtype)
-        )
-    total = emit(aten.sum.dim_IntList, emit(aten.stack.default, squares), [0], False)
+        dims, dtype = list(range(len(shape_list(g)))), norm.meta["val"].dtype
+        sums.append(emit(aten.sum.dim_IntList, squares(emit, g), dims, False, dtype=dtype))
+    total = emit(aten.sum.dim_IntList, emit(aten.stack.default, sums), [0], False)
     editor.replace(node, emit(aten.sqrt.default, total))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -149,6 +149,12 @@ def shaped(emit: Emit, x: Any, shape: Sequence[int]) -> fx.Node:
 def permuted(emit: Emit, x: Any, order: Sequence[int]) -> fx.Node:
     """`x` with its dims in `order`."""
     return x if list(order) == sorted(order) else emit(aten.permute.default, x, list(order))
+
+
+def squares(emit: Callable[..., fx.Node], x: Any) -> fx.Node:
+    """The squared sizes of the elements of `x`: real, also of complex ones."""
+    size = emit(aten.abs.default, x) if value_of(x).is_complex() else x
+    return emit(aten.mul.Tensor, size, size)
 
 
 def inverse(order: Sequence[int]) -> list[int]:

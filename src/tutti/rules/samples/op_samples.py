@@ -102,10 +102,12 @@ REDUCTIONS = [
     sample("linalg_vector_norm", f(4, 6), -INF, [1]),
     sample("linalg_vector_norm", f(4, 6), 0, [1]),
     sample("linalg_vector_norm", f(4, 6), 1),
+    *(sample("linalg_vector_norm", pairs(4, 6), order, [1]) for order in (0, 1, 2, 3.0, INF)),
     *(sample(f"{op}.correction", f(4, 6, 12), [1]) for op in ("var", "std", "var_mean")),
     *(sample(f"{op}.correction", f(4, 6, 12), [-1, 0], correction=0, keepdim=True)
       for op in ("var", "std", "var_mean")),
     *(sample(f"{op}.correction", f(4, 6)) for op in ("var", "std", "var_mean")),
+    *(sample(f"{op}.correction", pairs(4, 6), [0]) for op in ("var", "std", "var_mean")),
 ]  # fmt: skip
 
 LINES = [

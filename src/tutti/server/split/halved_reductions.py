@@ -3,6 +3,7 @@
     norm(g)  =  sqrt(sum of g^2)          blocks give sums of squares, which add up; then the root
 
 `FIRST` and `FINISH` of an op are its halves; an op without such a form (a maximum) needs the whole gradient.
+The number is real: a sum of complex numbers is no such reduction.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from tutti.graph.edits.edit import squares
 from tutti.server.split.piece import emitted
 
 aten = torch.ops.aten
@@ -48,7 +51,7 @@ def reduction_of(node: fx.Node) -> Reduction | None:
     """The reduction by which `node` makes one number of all of one tensor; None if it does not."""
     make = _TABLE.get(node.target)
     val = node.meta.get("val")
-    if make is None or not isinstance(val, Tensor) or val.numel() != 1:
+    if make is None or not isinstance(val, Tensor) or val.numel() != 1 or val.is_complex():
         return None
     operand: Any = node.args[0]
     halves = make(node)
@@ -66,7 +69,7 @@ def _norm(node: fx.Node) -> Halves | None:
     if not 0 < order < math.inf:
         return None
     if order == 2:
-        return lambda g, x: _summed(g, emitted(g, aten.mul.Tensor, x, x)), _root
+        return lambda g, x: _summed(g, squares(partial(emitted, g), x)), _root
     return (
         lambda g, x: _summed(
             g, emitted(g, aten.pow.Tensor_Scalar, emitted(g, aten.abs.default, x), order)

@@ -113,6 +113,9 @@ class _Splitter:
         scalars = self._scalars(owned)
         returned = self._returned()
         coupled = {**scalars, **{f"returned.{i}": n for i, n in returned.items()}}
+        for node in (*coupled.values(), *self.given):
+            if isinstance(node.meta["val"], Tensor) and node.meta["val"].is_complex():
+                raise refused(node, "makes a complex number", "numbers travel as float64")
         used = self._reductions_of(coupled.values())
         sums = {n: f"sum.{i}" for i, n in enumerate(used)}
         of: dict[str, dict[str, fx.Node]] = {}
