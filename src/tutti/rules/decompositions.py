@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tutti.graph.edits.edit import Emit, squares
+from tutti.graph.edits.edit import Emit, added, squares
 from tutti.rules.families import added_rows
 from tutti.rules.families.norms import length_dim
 from tutti.rules.rule import shape
@@ -85,14 +85,10 @@ def _logsumexp(emit: Emit, node: fx.Node) -> New:
 
 
 def _addmm(emit: Emit, node: fx.Node) -> New:
-    bias, a, b = node.args
-    beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
+    given: Any = node.args
+    bias, a, b = given
     matmul = emit(aten.mm.default if len(shape(b)) == 2 else aten.mv.default, a, b)
-    if alpha != 1:
-        matmul = emit(aten.mul.Tensor, matmul, alpha)
-    if beta != 1:
-        bias = emit(aten.mul.Tensor, bias, beta)
-    return emit(aten.add.Tensor, matmul, bias)
+    return added(emit, node, bias, matmul)
 
 
 def _convolution(emit: Emit, node: fx.Node) -> New:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from tutti.capture.spelling.rewrites import Rewrite, shape_list
-from tutti.graph.edits.edit import Emit
+from tutti.graph.edits.edit import Emit, added
 from tutti.torch_private.op_tables import schema_of
 
 aten = torch.ops.aten
@@ -54,7 +54,7 @@ def _pixel_unshuffle(emit: Emit, node: fx.Node) -> fx.Node:
 
 def _baddbmm(emit: Emit, node: fx.Node) -> fx.Node:
     x, a, b = node.args
-    return _added(emit, node, x, emit(aten.bmm.default, a, b))
+    return added(emit, node, x, emit(aten.bmm.default, a, b))
 
 
 def _addbmm(emit: Emit, node: fx.Node) -> fx.Node:
@@ -64,29 +64,14 @@ def _addbmm(emit: Emit, node: fx.Node) -> fx.Node:
     batch, m, k = shape_list(a)
     left = emit(aten.reshape.default, emit(aten.permute.default, a, [1, 0, 2]), [m, batch * k])
     right = emit(aten.reshape.default, b, [batch * k, shape_list(b)[2]])
-    return _added(emit, node, x, emit(aten.mm.default, left, right))
+    return added(emit, node, x, emit(aten.mm.default, left, right))
 
 
 def _addr(emit: Emit, node: fx.Node) -> fx.Node:
     given: Any = node.args
     x, rows, columns = given
     column = emit(aten.reshape.default, rows, [shape_list(rows)[0], 1])
-    return _added(emit, node, x, emit(aten.mul.Tensor, column, columns))
-
-
-def _added(emit: Emit, node: fx.Node, x: Any, product: fx.Node) -> fx.Node:
-    """beta * x + alpha * product as separate ops, so that the product may be split over its inner dim."""
-    beta: Any = node.kwargs.get("beta", 1)
-    alpha: Any = node.kwargs.get("alpha", 1)
-    if not (node.meta["val"].is_floating_point() or node.meta["val"].is_complex()):
-        beta, alpha = int(beta), int(alpha)  # as PyTorch cuts off their fractions
-    if alpha != 1:
-        product = emit(aten.mul.Tensor, product, alpha)
-    if beta == 0:
-        return product
-    if beta != 1:
-        x = emit(aten.mul.Tensor, x, beta)
-    return emit(aten.add.Tensor, x, product)
+    return added(emit, node, x, emit(aten.mul.Tensor, column, columns))
 
 
 def _channel_shuffle(emit: Emit, node: fx.Node) -> fx.Node:

@@ -157,6 +157,24 @@ def squares(emit: Callable[..., fx.Node], x: Any) -> fx.Node:
     return emit(aten.mul.Tensor, size, size)
 
 
+def added(emit: Emit, node: fx.Node, x: Any, product: fx.Node) -> fx.Node:
+    """beta * x + alpha * product of an `addmm` or its like, as ops that let the product be split by its inner dim.
+
+    With beta=0 nothing of `x` enters, not even NaN.
+    """
+    beta: Any = node.kwargs.get("beta", 1)
+    alpha: Any = node.kwargs.get("alpha", 1)
+    if not (node.meta["val"].is_floating_point() or node.meta["val"].is_complex()):
+        beta, alpha = int(beta), int(alpha)  # as PyTorch cuts off their fractions
+    if alpha != 1:
+        product = emit(aten.mul.Tensor, product, alpha)
+    if beta == 0:
+        return product
+    if beta != 1:
+        x = emit(aten.mul.Tensor, x, beta)
+    return emit(aten.add.Tensor, product, x)
+
+
 def inverse(order: Sequence[int]) -> list[int]:
     """The inverse of the permutation `order`."""
     return sorted(range(len(order)), key=order.__getitem__)

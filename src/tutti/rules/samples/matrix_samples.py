@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tutti.rules.samples.sample import definite, f, pairs, pivots, positive, regular, sample
+from tutti.rules.samples.sample import definite, f, pairs, pivots, positive, regular, sample, unread
 
 INF = float("inf")
 
@@ -18,6 +18,8 @@ CONTRACTIONS = [
     sample("addmm", f(1, 6), f(12, 8), f(8, 6)),
     sample("addmm", f(12, 1), f(12, 8), f(8, 6)),
     sample("addmv", f(12), f(12, 8), f(8)),
+    sample("addmm", unread(6), f(12, 8), f(8, 6), beta=0, alpha=0.5),
+    sample("addmv", unread(12), f(12, 8), f(8), beta=0),
     sample("linalg_cross", f(4, 6, 3), f(4, 6, 3)),
     sample("linalg_cross", f(4, 3, 6), f(4, 3, 6), dim=1),
     sample("vdot", f(12), f(12)),

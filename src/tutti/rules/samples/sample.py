@@ -38,6 +38,11 @@ def f(*shape: int) -> Operand:
     )
 
 
+def unread(*shape: int) -> Operand:
+    """NaN, float64: for an operand that the op ignores."""
+    return Operand(shape, torch.float64, lambda s, g: torch.full(s, torch.nan, dtype=torch.float64))
+
+
 def half(*shape: int) -> Operand:
     """Normal, float16, for the fused attention of a GPU."""
     return Operand(shape, torch.float16, lambda s, g: torch.randn(s, generator=g))
