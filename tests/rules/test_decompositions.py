@@ -16,7 +16,7 @@ from tutti.rules import is_tensor_call, rule_of
 from tutti.rules.decompositions import DECOMPOSITIONS
 from tutti.rules.rule import results_of
 from tutti.rules.samples.op_samples import FAMILIES
-from tutti.rules.samples.sample import Operand, Sample, f, half, sample
+from tutti.rules.samples.sample import Operand, Sample, f, half, ints, sample
 
 CALLS = [c for calls in FAMILIES.values() for c in calls if c.op in DECOMPOSITIONS]
 
@@ -91,6 +91,27 @@ def test_nothing_emitted_needs_the_factors_whole(call: Sample) -> None:
             continue
         rule = rule_of(made)
         assert rule is not None and not {f for f in rule.whole if not f.startswith("w")}, made
+
+
+PLACED = [
+    (sample("index_add", f(12, 4), 0, ints(12, 8), f(8, 4)), 1, (-1, 12)),
+    (sample("index_put", f(12, 4), [ints(12, 8), ints(4, 8)], f(8), True), 1, (-13, 12)),
+    (sample("index_put", f(12, 4), [ints(12, 8), ints(4, 8)], f(8), True), 2, (-5, 4)),
+]
+
+
+@pytest.mark.parametrize(("call", "at", "wrong"), PLACED, ids=str)
+def test_places_out_of_range_are_errors(call: Sample, at: int, wrong: tuple[int, ...]) -> None:
+    """Also an index that would be in range once the dims with an index are one."""
+    generator = torch.Generator().manual_seed(1)
+    for index in wrong:
+        values = [o.made(generator) for o in call.operands()]
+        values[at][5] = index
+        node, new = decomposed(call)
+        node.graph.output_node().args = (new,)
+        node.graph.erase_node(node)
+        with pytest.raises(IndexError, match=f"index {index} is out of bounds"):
+            played(new, new, values)
 
 
 HALF = half(4, 6, 12)

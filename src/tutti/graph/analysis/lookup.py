@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from tutti.graph.edits.edit import Emit, stretched
+from tutti.graph.ops.checked_ids import from_start
 
 aten = torch.ops.aten
 
@@ -71,20 +72,12 @@ class IndexLookup:
         return math.prod(self.x[d] for d in dims)
 
     def line(self, emit: Emit, dims: Sequence[int]) -> fx.Node:
-        """The indices of `dims` as one into the flattened dims, int64, of shape `common`."""
+        """The indices of `dims` as one into the flattened dims, int64, of shape `common`; each is checked."""
         line: fx.Node | None = None
         for d in dims:
-            index = _from_start(emit, self.indices[d], self.x[d])
+            index = emit(from_start, self.indices[d], self.x[d], True)
             if line is not None:
                 index = emit(aten.add.Tensor, emit(aten.mul.Tensor, line, self.x[d]), index)
             line = index
         assert line is not None
         return stretched(emit, line, self.common)
-
-
-def _from_start(emit: Emit, index: Any, size: int) -> fx.Node:
-    """An index whose negative entries, which count from the end, count from the start."""
-    if index.meta["val"].dtype != torch.int64:
-        index = emit(aten._to_copy.default, index, dtype=torch.int64)
-    negative = emit(aten.lt.Scalar, index, 0)
-    return emit(aten.where.self, negative, emit(aten.add.Tensor, index, size), index)

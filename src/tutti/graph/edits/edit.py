@@ -158,7 +158,7 @@ def squares(emit: Callable[..., fx.Node], x: Any) -> fx.Node:
 
 
 def added(emit: Emit, node: fx.Node, x: Any, product: fx.Node) -> fx.Node:
-    """beta * x + alpha * product of an `addmm` or its like, as ops that let the product be split by its inner dim.
+    """beta * x + alpha * product of an `addmm` or its like; the product may be split over its inner dim.
 
     With beta=0 nothing of `x` enters, not even NaN.
     """

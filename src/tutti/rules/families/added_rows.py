@@ -13,6 +13,7 @@ from torch import fx
 
 from tutti.graph.analysis.lookup import IndexLookup
 from tutti.graph.edits.edit import Emit, inverse, permuted, shaped, stretched
+from tutti.graph.ops.checked_ids import from_start
 from tutti.rules.rule import shape
 
 aten = torch.ops.aten
@@ -43,7 +44,8 @@ def index_add(emit: Emit, node: fx.Node) -> fx.Node | None:
     order = [dim, *(d for d in range(len(shape(x))) if d != dim)]
     alpha = node.kwargs.get("alpha", 1)
     source = source if alpha == 1 else emit(aten.mul.Tensor, source, alpha)
-    return _added(emit, x, permuted(emit, source, order), shaped(emit, index, [-1]), order, 1)
+    index = emit(from_start, shaped(emit, index, [-1]), shape(x)[dim], False)
+    return _added(emit, x, permuted(emit, source, order), index, order, 1)
 
 
 def _same_floats(x: Any, values: Any) -> bool:

@@ -10,8 +10,19 @@ import torch
 from torch import fx
 
 from tutti.graph.analysis.lookup import IndexLookup
+from tutti.graph.ops.checked_ids import from_start
 from tutti.rules.families.part_ops import embedding_backward_part, embedding_part
-from tutti.rules.rule import Factors, Rule, Term, groups, operands_of, parse_rule, shape, whole_dims
+from tutti.rules.rule import (
+    Factors,
+    Rule,
+    Term,
+    broadcast_rule,
+    groups,
+    operands_of,
+    parse_rule,
+    shape,
+    whole_dims,
+)
 
 aten = torch.ops.aten
 _ONE = groups((0,))
@@ -192,7 +203,13 @@ def _line(node: fx.Node) -> Rule:
     return Rule(((),) * len(operands_of(node)), (term,), sizes, frozenset(sizes))
 
 
+def _ids(node: fx.Node) -> Rule:
+    """Each id by itself."""
+    return broadcast_rule([shape(node.args[0])], shape(node))
+
+
 RULES = {
+    from_start: _ids,
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
     aten.index.Tensor: _index,

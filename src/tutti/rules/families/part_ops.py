@@ -11,6 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from tutti.graph.ops.checked_ids import near
+from tutti.rules.rule import operands_of, shape
+
 aten = torch.ops.aten
 
 
@@ -34,13 +37,20 @@ class LocalCall(Protocol):
         ...
 
 
-def own_rows(part: LocalCall, index: Any, positions: fx.Node) -> tuple[fx.Node, fx.Node]:
+def own_rows(
+    part: LocalCall,
+    index: Any,
+    positions: fx.Node,
+    size: int | None = None,
+    ignored: int | None = None,
+) -> tuple[fx.Node, fx.Node]:
     """`index` counted within this rank's rows, and the mask of indices in them.
 
-    A rank's rows ascend but need not be contiguous: a view may merge a dim whose minor part is split.
+    With `size`, the number of rows of all ranks, an index outside of it is an error of the call, unless it is
+    `ignored`. A rank's rows ascend but need not be contiguous: a view may merge a dim whose minor part is
+    split.
     """
-    near = part.emit(aten.searchsorted.Tensor, positions, index)
-    local = part.emit(aten.clamp_max.default, near, _size(positions, 0) - 1)
+    local = part.emit(near, positions, index, size, ignored)
     found = part.emit(aten.index.Tensor, positions, [local])
     return local, part.emit(aten.eq.Tensor, found, index)
 
@@ -52,29 +62,38 @@ def _size(x: Any, dim: int) -> int:
 def embedding_part(part: LocalCall) -> fx.Node:
     """Zeros for rows of other ranks; the sum over ranks has every row."""
     weight, index = part.args[:2]
-    local, inside = own_rows(part, index, part.positions(0, 0))
+    size = shape(operands_of(part.node)[0])[0]
+    local, inside = own_rows(part, index, part.positions(0, 0), size)
     rows = part.emit(aten.embedding.default, weight, local)
-    return part.emit(aten.mul.Tensor, rows, part.emit(aten.unsqueeze.default, inside, -1))
+    return _zeros_outside(part, rows, inside)
+
+
+def _zeros_outside(part: LocalCall, rows: Any, inside: Any) -> fx.Node:
+    """`rows` with zeros for those not `inside`, whatever these hold."""
+    return part.emit(
+        aten.where.ScalarOther, part.emit(aten.unsqueeze.default, inside, -1), rows, 0.0
+    )
 
 
 def embedding_backward_part(part: LocalCall) -> fx.Node:
     """Drops the gradients of other ranks' rows."""
-    grad, index, _, padding, by_frequency = part.args
+    grad, index, size, padding, by_frequency = part.args
     assert not by_frequency
     positions = part.positions(-1, 0)
-    local, inside = own_rows(part, index, positions)
+    local, inside = own_rows(part, index, positions, size)
     if padding >= 0:
         inside = part.emit(
             aten.bitwise_and.Tensor, inside, part.emit(aten.ne.Scalar, index, padding)
         )
-    kept = part.emit(aten.mul.Tensor, grad, part.emit(aten.unsqueeze.default, inside, -1))
+    kept = _zeros_outside(part, grad, inside)
     num_local = _size(positions, 0)
     return part.emit(aten.embedding_dense_backward.default, kept, local, num_local, -1, False)
 
 
 def _own_target(part: LocalCall, target: Any, operand: int, ignore: int) -> fx.Node:
     """Targets among this rank's classes, counted within them; -100 for all others."""
-    local, inside = own_rows(part, target, part.positions(operand, 1))
+    size = shape(operands_of(part.node)[operand])[1]
+    local, inside = own_rows(part, target, part.positions(operand, 1), size, ignore)
     valid = part.emit(aten.bitwise_and.Tensor, inside, part.emit(aten.ne.Scalar, target, ignore))
     none = part.emit(aten.full_like.default, local, -100)
     return part.emit(aten.where.self, valid, local, none)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tutti.graph.ops.boundary import shard_as_op
+from tutti.graph.ops.checked_ids import from_start
 from tutti.graph.ops.counts import bincount
 from tutti.graph.randomness.draw import draw
 from tutti.rules.samples.ctc_samples import CTC
@@ -246,6 +247,7 @@ LOOKUPS = [
     sample("index_fill.int_Scalar", f(4, 12, 6), 1, ints(12, 3), 0.5),
     sample("index_fill.int_Scalar", f(), 0, ints(1, 1), 0.5),
     sample("index_fill.int_Tensor", f(4, 12, 6), 1, ints(12, 3), f()),
+    Sample(from_start, (ints(12, 4, 6), 12, True)),
     sample("bucketize.Tensor", f(4, 6), ordered(8)),
     sample("searchsorted.Tensor", ordered(8), f(4, 6), right=True),
     sample("arange", 12), sample("arange.start", 3, 15), sample("arange.start_step", 0, 24, 2),
