@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from small_steps import squares, trained
 from subjects import program, subject
 from tutti.capture.step import copied
 from tutti.errors import ShardingError
 from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.propagate.plan import plan
+from tutti.verification.verdict import Subject
 
 # Layout, placement, and the whole message.
 REFUSED = {
@@ -145,3 +149,40 @@ def test_compute_shardings_that_are_known_stay() -> None:
     assert again.compute["blocks.0.up.weight"] == known["blocks.0.up.weight"]
     assert again.compute["blocks.0.down.weight"] == first.compute["blocks.0.down.weight"]
     assert again.compute["blocks.1.up.weight"].is_whole
+
+
+class Tied(nn.Module):
+    """The head reads the table of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(12, 4), nn.Linear(4, 12, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.table(tokens))
+
+
+def tied(place: dict[str, str]) -> Program:
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = (torch.randint(12, (8, 6)),)
+    return Subject(trained(squares), model, optimizer, batch).program(Layout.parse(TIED), place)
+
+
+TIED = "tensor=2"
+
+
+@pytest.mark.parametrize("pattern", ["table.weight", "head.weight", "*head*"])
+def test_a_tied_weight_is_placed_by_any_name(pattern: str) -> None:
+    assert str(tied({pattern: "tensor, -"}).plan.compute["table.weight"]) == "12@tensor, 4"
+
+
+def test_a_tied_weight_has_one_sharding() -> None:
+    tied({"head.weight": "tensor, -", "table.weight": "tensor, -"})
+    for place in (
+        {"table.weight": "tensor, -", "head.weight": "-, tensor"},
+        {"*le.weight": "tensor, -", "head.*": "-, -"},
+    ):
+        with pytest.raises(ShardingError, match=r'"head\.weight" is tied to "table\.weight"'):
+            tied(place)

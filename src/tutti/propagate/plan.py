@@ -204,9 +204,10 @@ def _given_to(name: str, captured: Captured, mesh: Mesh, seeds: _Seeds) -> Shard
     if name in seeds.known:
         return seeds.known[name]
     shape = tuple(captured.placeholder(name).meta["val"].shape)
+    others = next(s.others for s in captured.state if s.name == name)
     for entries, what in ((seeds.place, 'place["{0}"] for {1}'), (seeds.found, "{1}, found")):
         for pattern, text in entries.items():
-            if fnmatchcase(name, pattern):
+            if _matches(name, others, pattern):
                 return placed(text, shape, mesh, what.format(pattern, name))
     return None
 
@@ -254,9 +255,10 @@ def _seed_known(made: ShardingPlan, known: Mapping[str, Sharding]) -> None:
 
 def _seed_place(made: ShardingPlan, place: Place) -> None:
     parameters = [n for n, k in made.captured.kinds.items() if k == "parameter"]
+    others = {s.name: s.others for s in made.captured.state}
     marks = {k.parameter: m for m, k in made.boundaries.items() if k.parameter}
     for pattern, text in place.items():
-        names = [n for n in parameters if fnmatchcase(n, pattern)]
+        names = [n for n in parameters if _matches(n, others[n], pattern)]
         outputs = [] if names else _outputs(made, pattern)
         for node in outputs:
             _seed_output(made, node, pattern, text, "place")
@@ -268,6 +270,8 @@ def _seed_place(made: ShardingPlan, place: Place) -> None:
                 fix="the nearest names are " + ", ".join(near or parameters[:3]),
             )
         for name in names:
+            if name in made.patterns and not fnmatchcase(name, pattern):
+                _refuse_other(made, name, others[name], pattern, text)
             if name in made.compute:
                 continue
             shape = tuple(made.captured.placeholder(name).meta["val"].shape)
@@ -277,6 +281,27 @@ def _seed_place(made: ShardingPlan, place: Place) -> None:
                 made.spread.seed(
                     marks[name], sharding, f'place "{pattern}"', closed=True, rank=STRONG
                 )
+
+
+def _matches(name: str, others: Sequence[str], pattern: str) -> bool:
+    """Whether a name of a parameter matches."""
+    return any(fnmatchcase(n, pattern) for n in (name, *others))
+
+
+def _refuse_other(
+    made: ShardingPlan, name: str, others: Sequence[str], pattern: str, text: str
+) -> None:
+    """Refuse another sharding of a tied parameter by another of its names."""
+    have = made.compute[name]
+    if placed(text, have.shape, made.mesh, f'place["{pattern}"] for {name}') == have:
+        return
+    tied = next(n for n in others if fnmatchcase(n, pattern))
+    first = made.patterns[name]
+    raise ShardingError(
+        f'place gives one tensor two shardings: "{tied}" is tied to "{name}"',
+        at=f'place["{pattern}"] and place["{first}"]',
+        fix="one entry, by either name",
+    )
 
 
 def _seed_found(made: ShardingPlan, found: Place) -> None:

@@ -39,7 +39,8 @@ SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
 class StateTensor:
     """One tensor that outlives a step.
 
-    `kind` is "parameter", "buffer" or "slot"; a slot names the parameter it belongs to as `owner`.
+    `kind` is "parameter", "buffer" or "slot"; a slot names the parameter it belongs to as `owner`. A tied
+    parameter has its first name; `others` are the rest.
     """
 
     name: str
@@ -47,6 +48,7 @@ class StateTensor:
     tensor: Tensor = field(repr=False, compare=False)
     owner: str = ""
     slot: str = ""
+    others: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def optimizers_of(optimizer: Any) -> list[Optimizer]:
 
 def state_of(model: nn.Module, optimizer: Any) -> list[StateTensor]:
     """Every state tensor, each once: parameters, then buffers, then slots in the parameters' order."""
-    state = [StateTensor(n, "parameter", p) for n, p in model.named_parameters()]
+    state = [StateTensor(n, "parameter", p, others=others) for n, others, p in _parameters(model)]
     names = {id(s.tensor): s.name for s in state}
     state += [StateTensor(n, "buffer", b) for n, b in model.named_buffers()]
     for one in optimizers_of(optimizer):
@@ -100,6 +102,17 @@ def state_of(model: nn.Module, optimizer: Any) -> list[StateTensor]:
                         name = f"optim.{owner}.{slot}"
                         state.append(StateTensor(name, "slot", value, owner, slot))
     return state
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...], Tensor]]:
+    """Every parameter once: its first name, the other ones, and itself."""
+    names: dict[int, list[str]] = {}
+    found: dict[int, Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        found[id(parameter)] = parameter
+    for key, (first, *others) in names.items():
+        yield first, tuple(others), found[key]
 
 
 def not_of_the_model(optimizer: Optimizer, param: Tensor) -> CaptureError:
