@@ -45,7 +45,12 @@ _MATMULS = (aten.mm, aten.bmm, *_ADDING, aten.linear, matmul.overloadpacket)
 ATTENTION, CONVOLUTION, BATCH_NORM = "attention", "convolution", "batch norm"
 _KINDS = {"attention": ATTENTION, "convolution": CONVOLUTION, "batch_norm": BATCH_NORM}
 # Ops of several kernels, each of which reads the operands: gradients of a norm's input, and of its weights.
-_NUM_LAUNCHES = {"native_layer_norm_backward": 2, "native_group_norm_backward": 2}
+_NUM_LAUNCHES = {
+    "native_layer_norm_backward": 2,
+    "native_group_norm_backward": 2,
+    "near": 4,  # a search and its end, and two for the check
+    "from_start": 6,
+}
 # Reductions along a dim that read their operand as a stream: pointwise producers join them.
 _ROW_OPS = ("_softmax", "_log_softmax", "native_layer_norm", "amax", "sum", "exp", "mean")
 

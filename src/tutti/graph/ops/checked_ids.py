@@ -36,7 +36,8 @@ def _check(ids: Tensor, size: int, first: int = 0) -> None:
         return
     if ids.device.type != "cpu":
         # a lookup in a row without memory: its kernel asserts the range
-        ids.new_zeros(()).expand(size - first).index_select(0, ids.flatten() - first)
+        places = ids.flatten() - first if first else ids.flatten()
+        ids.new_zeros(()).expand(size - first).index_select(0, places)
         return
     low, high = (int(x) for x in ids.aminmax())
     if low < first or high >= size:
