@@ -245,6 +245,22 @@ def a_dict_made_late() -> Program:
     return looking(made, look)
 
 
+def slots_of_the_step() -> Program:
+    """The step's own code puts slots into the state of the optimizer, which it holds."""
+    made = small_model()
+    optimizer = torch.optim.SGD(made.parameters(), 0.1)
+    slots = optimizer.state
+
+    @torch.no_grad()
+    def look(p: Any) -> None:
+        if "mean" not in slots[p]:
+            slots[p]["mean"] = torch.zeros_like(p)
+        slots[p]["mean"].mul_(0.9).add_(p.grad)
+        p.grad.copy_(slots[p]["mean"])
+
+    return looking(made, look, optimizer)
+
+
 FILLED = [filled_by_tensor, filled_by_id, filled_by_pair, a_dict_made_late]
 PROGRAMS = [
     *FILLED,
@@ -267,7 +283,9 @@ def test_one_device_and_a_layout(program: Callable[[], Program]) -> None:
 
 @pytest.mark.parametrize("layout", ["data=2 zero=3", "tensor=2"])
 @pytest.mark.parametrize(
-    "program", [sets, keys, ids, an_optimizer_by_hand, *FILLED], ids=lambda p: p.__name__
+    "program",
+    [sets, keys, ids, an_optimizer_by_hand, slots_of_the_step, *FILLED],
+    ids=lambda p: p.__name__,
 )
 def test_on_ranks(ranks: Ranks, program: Callable[[], Program], layout: str) -> None:
     assert_as_eager_on_ranks(ranks, program, layout, CALLS)
@@ -314,6 +332,42 @@ def test_a_container_has_the_keys_that_the_step_adds() -> None:
         played(*batch)
         assert [*found.items()] == [(p, calls) for p in made.parameters()]
         assert [*numbers.items()] == [(id(p), calls) for p in made.parameters()]
+
+
+@pytest.mark.parametrize("program", [filled_by_tensor, filled_by_id, filled_by_pair])
+def test_a_filled_dict_is_traced_twice(program: Callable[[], Program]) -> None:
+    """Names of what is in it do not change with the parameters' numbers."""
+    step, made, optimizer, batch = program()
+    played = tutti.distribute(step, made, optimizer, "")
+    for _ in range(4):
+        played(*batch)
+    assert played._num_traces == 2
+
+
+def _in_a_pipeline() -> list[float]:
+    torch.manual_seed(0)
+    step, made, optimizer, (x,) = _layers()
+    played = tutti.distribute(step, made, optimizer, "pipe=2 micro=2")
+    return [float(played(x)) for _ in range(CALLS)]
+
+
+def _layers() -> Program:
+    """Without batch norm, whose statistics need the whole batch."""
+    made, means = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), defaultdict(dict)
+
+    @torch.no_grad()
+    def look(p: Any) -> None:
+        means[p].setdefault("mean", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+        p.grad.copy_(means[p]["mean"])
+
+    return looking(made, look)
+
+
+def test_a_filled_dict_in_a_pipeline(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    step, made, optimizer, (x,) = _layers()
+    expected = pytest.approx([float(step(made, optimizer, x)) for _ in range(CALLS)], rel=1e-5)
+    assert ranks.run(_in_a_pipeline, n=2) == [expected] * 2
 
 
 def test_a_name_of_a_value_by_parameter() -> None:

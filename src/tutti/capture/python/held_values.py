@@ -15,7 +15,7 @@ import functools
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
@@ -37,6 +37,7 @@ class Table:
         find: returns their holder; for an optimizer's groups and slots, the current one.
         keys: the keys that count; None for all.
         ignored: keys that never count, even if a step adds them.
+        ids: of tensors, each with the tensor's number, for keys that are ids.
     """
 
     prefix: str
@@ -44,6 +45,7 @@ class Table:
     find: Callable[[], Any]
     keys: list[Any] | None
     ignored: frozenset[str] = frozenset()
+    ids: Mapping[int, int] = field(default_factory=dict)
 
     def name(self, key: Any) -> str:
         """The name of a value in messages and checkpoints."""
@@ -51,25 +53,17 @@ class Table:
             return self.prefix
         if self.kind != ITEM:
             return f"{self.prefix}{key}"
-        return f"{self.prefix}[{self._text(key)}]"
+        return f"{self.prefix}[{self.text(key)}]"
 
-    def _text(self, key: Any) -> str:
+    def text(self, key: Any) -> str:
         """A key in a name: the same on every rank, which has other tensors and ids."""
         if isinstance(key, Tensor):
             return self._of_tensor(key)
-        if type(key) is int and key in self._ids:
-            return f"id of tensor {self._ids[key]}"
+        if type(key) is int and key in self.ids:
+            return f"id of tensor {self.ids[key]}"
         if type(key) is tuple:
-            return f"({', '.join(map(self._text, key))})"
+            return f"({', '.join(map(self.text, key))})"
         return repr(key)
-
-    @functools.cached_property
-    def _ids(self) -> Mapping[int, int]:
-        return {}
-
-    def name_ids(self, numbers: Mapping[int, int]) -> None:
-        """Let keys that are ids of tensors have names by these numbers of the tensors."""
-        self.__dict__["_ids"] = numbers
 
     @functools.cached_property
     def _numbers(self) -> dict[int, int]:

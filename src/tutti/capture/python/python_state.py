@@ -46,6 +46,7 @@ from tutti.capture.python.reach import PLAIN, reach
 from tutti.capture.python.symbols import SYMBOLS
 from tutti.capture.state.free_numbers import is_finite
 from tutti.capture.state.lift import is_scheduled
+from tutti.capture.state.new_slots import slot_ahead
 from tutti.errors import CaptureError
 from tutti.graph.players.device import device_of
 from tutti.torch_private.dispatch_modes import no_modes
@@ -186,7 +187,11 @@ class PythonState:
         self, step: Any, model: nn.Module, optimizers: Sequence[Optimizer], findings: Findings
     ) -> None:
         self.findings = findings
-        reached = reach(step, model, optimizers)
+        # Later ones are shards, while keys may be ids of the first ones.
+        findings.ids |= {id(x): i for i, x in enumerate((*model.parameters(), *model.buffers()))}
+        reached = reach(step, model, optimizers, findings.ids)
+        self.states = {id(one.state): one for one in optimizers}
+        self.states |= {id(x): one for one in optimizers for x in one.state.values()}
         self._stored, self.names, self.scopes = reached.stored, reached.names, reached.scopes
         self._of_model = {id(table) for m in model.modules() for table in _tables_of(m)}
         slots, groups = list(slot_tables(model, optimizers)), list(group_tables(optimizers))
@@ -194,11 +199,6 @@ class PythonState:
         self.tables = distinct([*reached.tables, *groups, *slots])
         self._slots = self.tables[len(reached.tables) + len(groups) :]
         self._groups = {id(table) for table in self.tables[len(reached.tables) :][: len(groups)]}
-        # Later ones are shards, while keys may be ids of the first ones.
-        findings.ids |= {id(x): i for i, x in enumerate((*model.parameters(), *model.buffers()))}
-        for table in self.tables:
-            if table.kind == ITEM:
-                table.name_ids(findings.ids)
         self.find_inputs()
         self._by_prefix = {(t.kind, t.prefix): t for t in reversed(self.tables)}
         self._by_name: dict[str, TableEntry] | None = None
@@ -440,6 +440,8 @@ class BegunTrace:
                 if value is not old and not equal(value, old):
                     entry = TableEntry(table, self.state.key(key))
                     value = self.state.left(value)
+                    if old is MISSING:
+                        self._refuse_slot(entry, value)
                     if self._is_effect(entry, old, value):
                         changed[id(table), entry.key] = entry, value
         for number in self.state.numbers:
@@ -453,6 +455,13 @@ class BegunTrace:
             if found[-1].condition is not None or any(isinstance(x, Tensor) for x in leaves):
                 self.with_tensors.append((found[-1], LeftValue(entry, value)))
         return found
+
+    def _refuse_slot(self, entry: TableEntry, value: Any) -> None:
+        """Raise `SlotsAhead` for a slot that the step's own code puts into an optimizer's state."""
+        one = self.state.states.get(id(entry.table.find()))
+        if one is not None and any(True for _ in tensors_in(value)):
+            key = next(iter(value)) if isinstance(value, dict) else entry.key
+            raise slot_ahead(one, key)
 
     def _of_appended(self, table: Table, appended: Appended) -> Effect | None:
         """The effect of what the step appends to a list."""

@@ -19,7 +19,7 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,14 +79,19 @@ class Reached:
     scopes: dict[str, list[dict[str, Any]]]
 
 
-def reach(step: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> Reached:
+def reach(
+    step: Any,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    ids: Mapping[int, int] = types.MappingProxyType({}),
+) -> Reached:
     """The tables that `step` reaches, and the attributes of `model` and of `optimizers`.
 
-    The order is the same at every call of the same program.
+    The order is the same at every call of the same program. `ids` are those of tensors, with their numbers.
     """
     names: set[str] = set()
     while True:
-        walk = _Walk(names, model, optimizers)
+        walk = _Walk(names, model, optimizers, ids)
         walk.go(step)
         if len(walk.names) == len(names):
             return Reached(walk.tables, frozenset(walk.stored), walk.known, walk.asking)
@@ -97,9 +102,13 @@ class _Walk:
     """One search; `names` are those found in code so far."""
 
     def __init__(
-        self, names: Iterable[str], model: nn.Module, optimizers: Sequence[Optimizer]
+        self,
+        names: Iterable[str],
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        ids: Mapping[int, int],
     ) -> None:
-        self.known, self.names = frozenset(names), set(names)
+        self.known, self.names, self._ids = frozenset(names), set(names), ids
         self.stored: set[str] = set()
         self.tables: list[Table] = []
         self._model, self._optimizers = model, optimizers
@@ -260,9 +269,9 @@ class _Walk:
 
     def _dict(self, table: dict[Any, Any], path: str) -> None:
         if len(table) <= _MOST:
-            self.tables.append(Table(path, ITEM, _is(table), None))
+            self.tables.append(Table(path, ITEM, _is(table), None, ids=self._ids))
             for key, value in list(table.items()):
-                self._value(value, f"{path}[{key!r:.40}]")
+                self._value(value, f"{path}[{self.tables[-1].text(key):.40}]")
         if _has_attributes(table):
             self._object(table, path)
 

@@ -43,7 +43,7 @@ def no_new_slots(model: nn.Module, optimizer: Any) -> Iterator[None]:
             # One of Python's values beside others is an effect of the step.
             kept = bool(owner) and not all(had.values())
             if lost := [k for k in keys if k not in had and (keys[k] or not kept)]:
-                raise _slot_ahead(one, lost[0], owner)
+                raise slot_ahead(one, lost[0], owner)
 
 
 def _keys(one: Optimizer, names: dict[int, str]) -> _Keys:
@@ -60,7 +60,8 @@ def _holds_tensors(value: Any) -> bool:
     return any(isinstance(x, Tensor) for x in tree_leaves(value))
 
 
-def _slot_ahead(one: Optimizer, key: Any, owner: str) -> SlotsAhead:
+def slot_ahead(one: Optimizer, key: Any, owner: str = "") -> SlotsAhead:
+    """The error for a trace that makes a slot of `owner`."""
     of = f' for "{owner}"' if owner else ""
     return SlotsAhead(
         f"{type(one).__name__} makes the slot {key!r}{of} in this step",
