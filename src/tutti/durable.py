@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from tutti.errors import TuttiError
 from tutti.remote_paths import is_remote
 
 
@@ -31,6 +33,26 @@ def write_whole(path: Path, data: bytes) -> None:
     except OSError:
         draft.unlink(missing_ok=True)
         raise
+
+
+def check_writable(
+    folder: Path, what: str, fix: str, clear: Callable[[], Iterable[Path]] = tuple
+) -> None:
+    """Make the folder of a log, a report or a trace (`what`), and remove the files of `clear` from it.
+
+    Raises:
+        TuttiError: it cannot be made or written to.
+    """
+    try:
+        make_writable(folder)
+        for file in clear():
+            file.unlink()
+    except OSError as error:
+        raise TuttiError(
+            f"no {what} can be written to {folder}",
+            why=str(error),
+            fix=fix,
+        ) from error
 
 
 def make_writable(folder: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-import tutti.capture.python.outside_kept  # noqa: F401
+import tutti.capture.python.outside_kept  # noqa: F401  # which registers itself for trial steps
 from tutti.capture.batch import called, taken
 from tutti.capture.forms import flattened, returnable
 from tutti.capture.one_process import communicating_ops, one_process

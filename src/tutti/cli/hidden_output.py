@@ -59,7 +59,6 @@ class HiddenOutput:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.__stdout__):
-        with contextlib.suppress(
-            Exception
-        ):  # the script may have closed it, or put anything in its place
+        # The script may have closed it, or put anything in its place.
+        with contextlib.suppress(Exception):
             stream.flush()  # type: ignore[union-attr]

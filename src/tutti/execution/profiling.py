@@ -27,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from tutti.durable import make_writable, write_whole
+from tutti.durable import check_writable, write_whole
 from tutti.environment import PROFILE, ROLE
 from tutti.errors import TuttiError
 from tutti.graph.edits.edit import source_of
@@ -200,16 +200,7 @@ def check_folder(folder: Path) -> None:
     Raises:
         TuttiError: it cannot be made or written to.
     """
-    try:
-        make_writable(folder)
-        for file in trace_files(folder):
-            file.unlink()
-    except OSError as error:
-        raise TuttiError(
-            f"no trace can be written to {folder}",
-            why=str(error),
-            fix="a folder that you may write to",
-        ) from error
+    check_writable(folder, "trace", "a folder that you may write to", lambda: trace_files(folder))
 
 
 def trace_files(folder: Path) -> list[Path]:

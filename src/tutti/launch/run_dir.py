@@ -16,8 +16,7 @@ from pathlib import Path
 
 from tutti.comm.host.hosts import host_name
 from tutti.comm.host.life import stat_of
-from tutti.durable import make_writable
-from tutti.errors import TuttiError
+from tutti.durable import check_writable
 
 _PREFIX, _OWNER = "tutti-", "owner"
 # The ranks die with the launcher, but not at once: they may still write.
@@ -64,14 +63,7 @@ def check_log_dir(folder: Path) -> None:
     Raises:
         TuttiError: it cannot be made or written to.
     """
-    try:
-        make_writable(folder)
-    except OSError as error:
-        raise TuttiError(
-            f"no log can be written to {folder}",
-            why=str(error),
-            fix="--log-dir with a folder that you may write to",
-        ) from error
+    check_writable(folder, "log", "--log-dir with a folder that you may write to")
 
 
 def remove_stale(directory: Path) -> None:

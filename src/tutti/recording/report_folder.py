@@ -14,9 +14,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tutti.durable import make_writable
+from tutti.durable import check_writable
 from tutti.environment import ROLE
-from tutti.errors import TuttiError
 
 LAUNCHER = "launcher"
 RECORDS_SUFFIX = ".jsonl"
@@ -39,11 +38,4 @@ def check_report_folder(folder: Path) -> None:
     Raises:
         TuttiError: it cannot be made or written to.
     """
-    try:
-        make_writable(folder)
-    except OSError as error:
-        raise TuttiError(
-            f"no report can be written to {folder}",
-            why=str(error),
-            fix="--report with a folder that you may write to",
-        ) from error
+    check_writable(folder, "report", "--report with a folder that you may write to")

@@ -9,10 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
-_MODULE, _NAME = (
-    register_multi_grad_hook.__module__,
-    f"{register_multi_grad_hook.__name__}.<locals>",
-)
+_MODULE = register_multi_grad_hook.__module__
+_NAME = f"{register_multi_grad_hook.__name__}.<locals>"
 
 
 def wait_for(hook: Any, x: Tensor) -> Callable[[], object]:

@@ -71,9 +71,8 @@ class Identities:
     def _stand_in(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             if (new := self._stand_ins.get(id(value), value)) is not value:
-                self._tensors[id(new)] = (
-                    value  # of two, a shard and the whole one, that which Python holds
-                )
+                # Of two, a shard and the former whole one, that which Python holds.
+                self._tensors[id(new)] = value
             return new
         if type(value) is int and value in self._ids:
             self.asked.add(value)

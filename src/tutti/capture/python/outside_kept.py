@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from tutti.capture.python.python_state import Findings, PythonState
+from tutti.capture.state.first_form import is_of_pytorch
 from tutti.capture.state.first_step import inner_optimizers
 from tutti.capture.state.optimizer_copies import own_step
 from tutti.capture.state.trial_steps import keep_outside_by
@@ -18,7 +19,7 @@ from tutti.capture.state.trial_steps import keep_outside_by
 def outside_kept(optimizer: Any) -> Iterator[None]:
     """Context that restores the values that the optimizer's `step` reaches, without its own state."""
     inner = inner_optimizers(optimizer)
-    if all(_is_of_torch(one) for one in inner):
+    if all(is_of_pytorch(one) and own_step(one) is None for one in inner):
         yield
         return
     own = [x for one in inner for x in (vars(one), one.state, *one.state.values())]
@@ -26,10 +27,6 @@ def outside_kept(optimizer: Any) -> Iterator[None]:
     python = PythonState(optimizer.step, nn.Module(), inner, Findings())
     with python.restored(but={id(x) for x in own}):
         yield
-
-
-def _is_of_torch(one: Any) -> bool:
-    return type(one).__module__.startswith("torch.") and own_step(one) is None
 
 
 keep_outside_by(outside_kept)
