@@ -194,16 +194,16 @@ def test_numbers_of_one_value_expanded_by_little_stay() -> None:
 
 
 class Rotary(nn.Module):
-    """Halves of a projection turned, and divided by the root of their mean square."""
+    """Halves of each head of a projection turned, and divided by the root of their mean square."""
 
     def __init__(self) -> None:
         super().__init__()
         self.near, self.far = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.near(x)
-        first, second = x[..., :4], x[..., 4:]
-        x = x * 0.5 + torch.cat([-second, first], -1) * 2.0
+        x = self.near(x).unflatten(-1, (2, 4))
+        first, second = x[..., :2], x[..., 2:]
+        x = (x * 0.5 + torch.cat([-second, first], -1) * 2.0).flatten(2)
         return self.far(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
 
 

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from tutti.capture.spelling.compounds import COMPOUNDS
 from tutti.capture.spelling.expert_products import take_products_by_expert
+from tutti.capture.spelling.fused_products import part_fused_products
 from tutti.capture.spelling.rewrites import AGAIN, REWRITES, SAME, shape_list
 from tutti.capture.spelling.sorted_rows import put_rows_back, refuse_sorted
 from tutti.capture.spelling.strided import STRIDED, note_layout
@@ -35,6 +36,7 @@ def canonicalize(graph: fx.Graph, owner: nn.Module, mode: FakeTensorMode) -> Non
     _share(editor)
     if put_rows_back(editor) + take_products_by_expert(editor):
         _share(editor)
+    part_fused_products(editor)
     erase_dead(graph)
     refuse_sorted(graph)
     graph.lint()
