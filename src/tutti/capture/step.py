@@ -255,8 +255,8 @@ def _traced(prepared: Callable[..., _Lifted], findings: Findings) -> tuple[_Lift
         except (Exception, SystemExit) as error:
             other = None
             if not isinstance(error, TuttiError):
-                divided = isinstance(error, ArithmeticError)
-                other = lifted.symbols.generic() if divided else lifted.symbols.flipped()
+                symbols, divided = lifted.symbols, isinstance(error, ArithmeticError)
+                other = (symbols.generic() if divided else None) or symbols.flipped()
             if other is not None and len(ways) < _MOST_WAYS:
                 ways.append(other)
             elif not findings.fix(lifted.python.numbers):
