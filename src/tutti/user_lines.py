@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+from functools import cache
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -14,6 +15,7 @@ from tutti.errors import CommError, TuttiError
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_FX = f"{os.sep}fx{os.sep}"
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 # Generated code may carry a table from its own lines to the user's: `{45: "train.py:12"}`.
 LINES = "__tutti_lines__"
@@ -22,6 +24,14 @@ LINES = "__tutti_lines__"
 def is_users(path: str) -> bool:
     """Whether the code of this file belongs neither to torch nor to tutti."""
     return not path.startswith((_HERE, _TORCH, "<")) and "contextlib" not in path
+
+
+@cache
+def is_dispatch(path: str) -> bool:
+    """Whether the code of this file leads from a call to a kernel: tutti's, and private code of PyTorch."""
+    inside = path.removeprefix(_TORCH)
+    private = inside != path and (f"{os.sep}_" in inside or inside.startswith(_FX))
+    return private or path.startswith((_HERE, "<"))
 
 
 def user_line() -> str:

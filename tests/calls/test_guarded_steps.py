@@ -13,27 +13,9 @@ from torch.optim import SGD
 
 import reading_programs as programs
 import tutti
+from checks_of_values import GUARDS
 from python_programs import mlp, update
 from ranks import Ranks
-
-
-def a_floating_point_error(loss: Tensor, x: Tensor) -> None:
-    if not torch.isfinite(loss):
-        raise FloatingPointError("the loss is infinite or NaN")
-
-
-def an_overflow_error(loss: Tensor, x: Tensor) -> None:
-    if not torch.isfinite(loss).all():
-        raise OverflowError("the loss is infinite or NaN")
-
-
-GUARDS = {
-    guard.__name__: guard
-    for guard in (
-        a_floating_point_error,
-        an_overflow_error,
-    )
-}
 
 
 def trained(name: str, layout: str | None) -> list[Tensor]:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.capture.python.read_values import Seen
+from tutti.capture.python.assumed_values import Assumed
+from tutti.capture.python.read_places import Place
 from tutti.capture.python.symbols import SYMBOLS
 from tutti.capture.step import Captured
 from tutti.errors import CaptureError
@@ -68,36 +69,57 @@ class ReadGuard:
     """Checks the branches of a run against its trace, by the tensor values that the step reads."""
 
     def __init__(self, captured: Captured) -> None:
-        self._first, self._reads = captured.num_results, captured.reads.numbers
+        self._first, self._reads = captured.num_results, captured.reads.places
         symbols = _symbols(captured)
         reads = {s: str(s) for s in captured.reads.symbols}
-        conditions: dict[str, None] = {}
+        order = [*reads]
+        # Each condition with the last read on which it depends.
+        conditions: dict[str, int] = {}
         used: dict[Any, str] = {}
         for text, expr in _conditions(captured):
-            if expr.free_symbols & reads.keys():
-                conditions[text] = None
+            if found := expr.free_symbols & reads.keys():
+                conditions[text] = max(map(order.index, found))
                 used |= {s: symbols[s] for s in expr.free_symbols & symbols.keys()}
-        self._numbers = list(used.values())
-        self._holds = _function([*used, *reads], " and ".join(conditions) or "True")
+        self._numbers, self._last = list(used.values()), list(conditions.values())
+        given = [*used, *reads]
+        self._holds = _function(given, " and ".join(conditions) or "True")
+        self._each = [_function(given, text) for text in conditions]
 
-    def values(self, results: Sequence[Any]) -> dict[int, float]:
-        """The values read in a run, by the number of the read."""
+    def values(self, results: Sequence[Any]) -> dict[Place, float]:
+        """The values read in a run, by the place of the read."""
         read = results[self._first : self._first + len(self._reads)]
         return {k: x.item() for k, x in zip(self._reads, read, strict=True)}
 
-    def holds(self, given: Mapping[str, Any], values: Seen) -> bool:
+    def holds(self, given: Mapping[str, Any], values: Mapping[Place, float]) -> bool:
         """Whether these values lead to the branches of this trace."""
-        if not all(k in values for k in self._reads):
-            return False
-        try:
-            return bool(
-                self._holds(*(given[n] for n in self._numbers), *(values[k] for k in self._reads))
-            )
-        except (ArithmeticError, ValueError):  # a logarithm of zero; eager takes another branch
-            return False
+        known = all(k in values for k in self._reads)
+        return known and _is_true(self._holds, self._arguments(given, values))
+
+    def assumed(self, given: Mapping[str, Any], values: Mapping[Place, float]) -> Assumed:
+        """What another trace assumes by the values of a run that went other ways than this trace."""
+        arguments = self._arguments(given, values)
+        first = min(
+            (
+                last
+                for holds, last in zip(self._each, self._last, strict=True)
+                if not _is_true(holds, arguments)
+            ),
+            default=-1,
+        )
+        return Assumed(values, frozenset(self._reads[: first + 1]))
+
+    def _arguments(self, given: Mapping[str, Any], values: Mapping[Place, float]) -> list[Any]:
+        return [given[n] for n in self._numbers] + [values[k] for k in self._reads]
 
 
-def no_way(captured: Captured, values: Seen) -> CaptureError:
+def _is_true(condition: Callable[..., Any], given: list[Any]) -> bool:
+    try:
+        return bool(condition(*given))
+    except (ArithmeticError, ValueError):  # a logarithm of zero; eager takes another branch
+        return False
+
+
+def no_way(captured: Captured, values: Mapping[Place, float]) -> CaptureError:
     """The error for a step without a trace for the branches of its values."""
     return CaptureError(
         f"the step takes another way at each of {MOST_WAYS} traces, by values that it reads from tensors",

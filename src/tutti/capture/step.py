@@ -20,6 +20,7 @@ from tutti.capture.forms import flattened, returnable
 from tutti.capture.one_process import communicating_ops, one_process
 from tutti.capture.precision import computing, refuse_other_weights
 from tutti.capture.python.appended import TraceAgain
+from tutti.capture.python.assumed_values import Assumed
 from tutti.capture.python.conversions import conversions_read
 from tutti.capture.python.fake_checks import constants_are_not_fake
 from tutti.capture.python.held_values import TableEntry
@@ -42,7 +43,6 @@ from tutti.capture.python.read_once import read_once_watched
 from tutti.capture.python.read_values import (
     ITEM,
     Reads,
-    Seen,
     Symbols,
     held,
     size_refused,
@@ -89,7 +89,7 @@ from tutti.torch_private.pytrees import TreeSpec, tree_unflatten
 from tutti.torch_private.tracing import trace, without_code
 
 aten = torch.ops.aten
-_MOST_WAYS = 8
+_MOST_WAYS = 8  # without a read after those of all other ways
 
 
 @dataclass
@@ -179,7 +179,7 @@ def capture(
     findings: Findings | None = None,
     renewed: Mapping[int, Tensor] | None = None,
     note_gradients: bool = False,
-    seen: Seen | None = None,
+    assumed: Assumed | None = None,
     free: FreeSizes | None = None,
 ) -> Captured:
     """Trace `train_step(model[, optimizer], *batch)` with fake tensors.
@@ -188,7 +188,7 @@ def capture(
     `precision` is the layout's compute dtype of the forward. `findings` holds the knowledge of earlier traces
     about the step's Python numbers; `renewed` maps the id of a former state tensor to its successor.
     With `note_gradients` it notes the values that optimizers read from `.grad` (`found_gradients.noted`).
-    `seen` has the values of tensors that the step reads in Python: the trace takes their branches.
+    `assumed` has the values of tensors that the step reads in Python: the trace takes their branches.
     With `free` sizes the graph is not canonical yet: `resized.Resizable` makes graphs of given sizes from it.
 
     Raises `LayoutError` for weights that do not fit `precision`, and `CaptureError` with the user's line
@@ -207,8 +207,10 @@ def capture(
             return walked.pop()
         return PythonState(train_step, model, optimizers_of(optimizer), findings)
 
-    def prepared(seen: Seen = seen or {}) -> _Lifted:
-        mode = fake_mode(seen, sized=free is not None)
+    begun = assumed or Assumed()
+
+    def prepared(assumed: Assumed = begun) -> _Lifted:
+        mode = fake_mode(assumed, sized=free is not None)
         state, reached = state_of(model, optimizer), python()
         refuse_kinds(state, reached.names)
         refuse_in_batch(leaves, reached.names)
@@ -245,7 +247,8 @@ def _traced(prepared: Callable[..., _Lifted], findings: Findings) -> tuple[_Lift
     If a trace with a number as an input fails, it traces with the number as a constant; if a guessed branch
     fails (a loss that is not finite), it takes the other one.
     """
-    ways: list[Seen] = []
+    ways: list[Assumed] = []
+    tried = furthest = 0
     while True:
         lifted = prepared(*ways[-1:])
         try:
@@ -257,7 +260,9 @@ def _traced(prepared: Callable[..., _Lifted], findings: Findings) -> tuple[_Lift
             if not isinstance(error, TuttiError):
                 symbols, divided = lifted.symbols, isinstance(error, ArithmeticError)
                 other = (symbols.generic() if divided else None) or symbols.flipped()
-            if other is not None and len(ways) < _MOST_WAYS:
+                tried = tried + 1 if len(symbols.reads) <= furthest else 0
+                furthest = max(furthest, len(symbols.reads))
+            if other is not None and tried < _MOST_WAYS:
                 ways.append(other)
             elif not findings.fix(lifted.python.numbers):
                 raise
@@ -456,7 +461,7 @@ class _Lifted:
             symbols_stay(self.symbols),
         ):
             table = {**communicating_ops(), **OTHER_FORMS}
-            self.symbols.begin()
+            self.symbols.begin(_Lifted.trace.__code__)
             traced = trace(self._run, self.inputs, table)
         self.reads = held(traced, self.symbols)
         return traced

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor, nn
 
 from tutti.calls.guards import Guard, ReadGuard
-from tutti.capture.python.read_values import Seen
+from tutti.capture.python.assumed_values import Assumed
 from tutti.execution.execute import Execution
 from tutti.partition.partition import Program
 from tutti.serving.worked import Worked
@@ -43,9 +43,9 @@ class Compiled(Generic[Bound]):
     last_call: int = field(default=0, kw_only=True)
     why: str = field(default="", kw_only=True)
 
-    def may_hold(self, given: Mapping[str, float], seen: Seen) -> bool:
-        """Whether a run may take the branches of this program, by the tensor values `seen` in another run."""
-        return self.reads is None or self.reads.holds(given, seen)
+    def may_hold(self, given: Mapping[str, float], assumed: Assumed) -> bool:
+        """Whether a run may take the branches of this program, by tensor values of another run."""
+        return self.reads is None or self.reads.holds(given, assumed.values)
 
     def play(
         self, given: Mapping[str, float], tensors: list[Tensor], *, checked: bool

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from tutti.calls.running import Running
-from tutti.capture.python.read_values import Seen
+from tutti.capture.python.assumed_values import Assumed
 from tutti.job import Job
 from tutti.modes.compiled_program import Compiled
 from tutti.partition.partition import Program
@@ -39,7 +39,7 @@ class Mode(Protocol):
         ...
 
     def compile(
-        self, batch: tuple[Any, ...], kind: Any, given: Mapping[str, float], seen: Seen | None
+        self, batch: tuple[Any, ...], kind: Any, given: Mapping[str, float], assumed: Assumed | None
     ) -> Compiled[Any]:
         """The program for a batch like this one, ready to play.
 
@@ -47,7 +47,7 @@ class Mode(Protocol):
             batch: global.
             kind: the common key of calls that differ only in sizes and inputs.
             given: the numbers of this call.
-            seen: the tensor values that a run with other branches has read.
+            assumed: the tensor values that a run with other branches has read.
         """
         ...
 

@@ -21,8 +21,8 @@ from tutti.calls.running import Running
 from tutti.calls.sharded_batch import shard_of, shardings_of
 from tutti.calls.tables import are_same
 from tutti.calls.weight_samples import Samples
+from tutti.capture.python.assumed_values import Assumed
 from tutti.capture.python.python_state import Findings
-from tutti.capture.python.read_values import Seen
 from tutti.capture.python.sizes import FreeSizes
 from tutti.capture.state.first_form import awaiting, first_step_ahead, make_slots
 from tutti.capture.state.lift import state_of
@@ -112,7 +112,7 @@ class Plain:
             raise first_step_ahead(one)
 
     def compile(
-        self, batch: tuple[Any, ...], kind: Any, given: Mapping[str, float], seen: Seen | None
+        self, batch: tuple[Any, ...], kind: Any, given: Mapping[str, float], assumed: Assumed | None
     ) -> Compiled[Any]:
         """The program for a batch like this one; lays out the state for it."""
         job, running = self.job, self.running
@@ -125,7 +125,7 @@ class Plain:
             make_slots(job.optimizer)
         adopt(job.model, job.optimizer)
         try:
-            program, holds = self._program(batch, home, (kind, given), seen)
+            program, holds = self._program(batch, home, (kind, given), assumed)
         except ShardingError as error:
             if not error.at.startswith("batch"):
                 raise
@@ -161,7 +161,7 @@ class Plain:
         batch: tuple[Any, ...],
         home: Residence,
         known: tuple[Any, Mapping[str, float]] | None = None,
-        seen: Seen | None = None,
+        assumed: Assumed | None = None,
     ) -> tuple[Program, Guard]:
         """The partitioned program for a batch like this one, and the guard of its capture."""
         job, running = self.job, self.running
@@ -181,10 +181,10 @@ class Plain:
                 findings=findings,
                 renewed=renewed,
                 free=free,
-                seen=seen,
+                assumed=assumed,
             )
 
-        if known is None or seen is not None:
+        if known is None or assumed is not None:
             captured = captured_with(None, running.python.findings)
             running.captures.is_resized = False
         else:

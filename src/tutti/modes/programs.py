@@ -12,7 +12,8 @@ from tutti.calls.accelerate_schedulers import refuse_schedulers_of_processes
 from tutti.calls.guards import MOST_WAYS, no_way
 from tutti.calls.numbers import Numbers
 from tutti.calls.signature import Signatures, difference_between
-from tutti.capture.python.read_values import Seen
+from tutti.capture.python.assumed_values import Assumed
+from tutti.capture.python.read_places import Place
 from tutti.capture.state.first_form import SlotsAhead
 from tutti.capture.state.lift import state_of
 from tutti.capture.state.tensor_attributes import refuse_in_batch
@@ -67,24 +68,24 @@ class Programs:
         """The program with the branches of this `call`, and its results: if the tensor values that the step
         reads lead to other branches, another program runs, and the first run does not count."""
         tensors = [x for x in call[0] if isinstance(x, Tensor)]
-        values: Seen = {}
+        values: Mapping[Place, float] = {}
         for _ in range(MOST_WAYS):
             assert compiled.reads is not None
             values = compiled.reads.values(returned)
             if compiled.reads.holds(given, values):
                 return compiled, returned
-            compiled, given = self._find(*call, seen=values)
+            compiled, given = self._find(*call, assumed=compiled.reads.assumed(given, values))
             returned = compiled.play(given, tensors, checked=checked)
             if compiled.reads is None:
                 return compiled, returned
         raise no_way(compiled.program.captured, values)
 
     def _find(
-        self, leaves: list[Any], form: Any, batch: tuple[Any, ...], seen: Seen | None = None
+        self, leaves: list[Any], form: Any, batch: tuple[Any, ...], assumed: Assumed | None = None
     ) -> Found:
         """The program of this call, compiled if there is none.
 
-        `seen` are the tensor values that the step has read in a run with other branches.
+        `assumed` are the tensor values that the step has read in a run with other branches.
         """
         running = self._running
         version = self._signatures.version
@@ -101,7 +102,7 @@ class Programs:
         if len(found) > 1:
             found = sorted(found, key=lambda one: one is not self.last)
         for compiled in found:
-            if compiled.holds(given) and (seen is None or compiled.may_hold(given, seen)):
+            if compiled.holds(given) and (assumed is None or compiled.may_hold(given, assumed)):
                 for module, training in compiled.modes:
                     module.training = training
                 return compiled, given
@@ -112,7 +113,7 @@ class Programs:
         if not running.begun and running.job.layout.num_ranks > 1:
             refuse_schedulers_of_processes(running.optimizers)
         with rarely_collected(), quickly_written(), OnlyUsersFrames():
-            made = self._mode.compile(batch, self._kind(leaves, form, python), given, seen)
+            made = self._mode.compile(batch, self._kind(leaves, form, python), given, assumed)
         made.modes = [(m, m.training) for m, before in modes if m.training != before]
         self._num_made += 1
         made.number = self._num_made

@@ -13,7 +13,7 @@ from torch import Tensor
 from tutti.calls.guards import guard_of
 from tutti.calls.outside_state import refuse_where_served
 from tutti.calls.running import Running
-from tutti.capture.python.read_values import Seen
+from tutti.capture.python.assumed_values import Assumed
 from tutti.environment import ROLE
 from tutti.job import Job
 from tutti.launch.roles import SERVER, WORKER, Role, role_now
@@ -72,7 +72,7 @@ class Served:
         return made, self.worker.apart
 
     def compile(
-        self, batch: tuple[Any, ...], kind: Any, given: Mapping[str, float], seen: Seen | None
+        self, batch: tuple[Any, ...], kind: Any, given: Mapping[str, float], assumed: Assumed | None
     ) -> Compiled[Any]:
         """A worker's current program; joins the servers at the first call."""
         self.running.begin_together(batch)

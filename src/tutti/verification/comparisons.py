@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 from tutti.calls.eager import eagerly
 from tutti.calls.guards import MOST_WAYS, ReadGuard, no_way
 from tutti.capture.forms import flattened, returnable
+from tutti.capture.python.assumed_values import Assumed
 from tutti.capture.python.plain_values import is_number
 from tutti.capture.python.python_state import Findings, PythonState
-from tutti.capture.python.read_values import Seen
 from tutti.capture.state.found_gradients import found_gradients
 from tutti.capture.state.lift import numbers, optimizers_of, state_of
 from tutti.capture.step import Captured
@@ -81,16 +81,16 @@ def snapshot(captured: Captured, model: nn.Module, optimizer: Any) -> dict[str, 
 
 
 def on_its_way(
-    capture: Callable[[Seen], Captured],
+    capture: Callable[[Assumed], Captured],
     model: nn.Module,
     optimizer: Any,
     batch: tuple[Any, ...],
     seed: int,
 ) -> tuple[Captured, dict[str, Tensor], dict[str, Any]]:
     """A capture with the branches of this batch, by the tensor values that it reads; its state and feed."""
-    captured, seen = capture({}), dict[int, float]()
+    captured, assumed = capture(Assumed()), Assumed()
     for k in range(MOST_WAYS):
-        captured = capture(seen) if k else captured
+        captured = capture(assumed) if k else captured
         start = snapshot(captured, model, optimizer)
         feed = feed_of(captured, optimizer, batch)
         guard = ReadGuard(captured)
@@ -98,10 +98,11 @@ def on_its_way(
             return captured, start, feed
         given = [inputs_of(captured, start, feed)]
         out, _ = VirtualRanks(Mesh(), seed=seed).run(captured.graph, captured.owner, given)[0]
-        seen = guard.values(out)
-        if guard.holds(feed, seen):
+        values = guard.values(out)
+        if guard.holds(feed, values):
             return captured, start, feed
-    raise no_way(captured, seen)
+        assumed = guard.assumed(feed, values)
+    raise no_way(captured, assumed.values)
 
 
 def feed_of(captured: Captured, optimizer: Any, batch: tuple[Any, ...]) -> dict[str, Any]:

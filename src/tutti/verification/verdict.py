@@ -12,7 +12,7 @@ from torch import nn
 
 from tutti.calls.first_call import first_call_undone
 from tutti.calls.guards import refuse_other_layouts
-from tutti.capture.python.read_values import Seen
+from tutti.capture.python.assumed_values import Assumed
 from tutti.capture.state.first_form import make_slots
 from tutti.capture.state.left_modes import modes_kept
 from tutti.capture.step import Captured, capture, copied
@@ -167,10 +167,10 @@ class Subject:
         """Capture the step, and compare it with the eager one."""
         steps = self.steps
 
-        def on(seen: Seen) -> Captured:
+        def on(assumed: Assumed) -> Captured:
             given = train_step, model, optimizer, batch
             with modes_kept(model):
-                return capture(*given, precision=precision, note_gradients=True, seen=seen)
+                return capture(*given, precision=precision, note_gradients=True, assumed=assumed)
 
         self.captured, self.start, self.feed = on_its_way(on, model, optimizer, batch, seed)
         self.capture = CaptureComparison(

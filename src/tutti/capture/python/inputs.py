@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.capture.python.read_values import Seen, Symbols
+from tutti.capture.python.assumed_values import Assumed
+from tutti.capture.python.read_values import Symbols
 from tutti.capture.python.sizes import FreeSizes
 from tutti.graph.players.device import device_of
 from tutti.torch_private.fake_tensors import FakeTensorMode, SizedFakeMode
@@ -16,10 +17,10 @@ from tutti.torch_private.quick_fakes import QuickFakeMode
 from tutti.torch_private.symbolic import ConstantSource, DimDynamic
 
 
-def fake_mode(seen: Seen, *, sized: bool) -> FakeTensorMode:
-    """The fake mode of a trace that takes the branches of `seen`; with `sized`, sizes are symbols."""
+def fake_mode(assumed: Assumed, *, sized: bool) -> FakeTensorMode:
+    """The fake mode of a trace that takes the branches of `assumed`; with `sized`, sizes are symbols."""
     kind = SizedFakeMode if sized else QuickFakeMode
-    return kind(shape_env=Symbols(seen), static_shapes=True, allow_non_fake_inputs=True)
+    return kind(shape_env=Symbols(assumed), static_shapes=True, allow_non_fake_inputs=True)
 
 
 def fake(x: Tensor, mode: FakeTensorMode, shape: Sequence[Any] | None = None) -> Tensor:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any, NoReturn
 
 import sympy
@@ -19,8 +20,10 @@ import torch
 from torch import Tensor, fx
 
 from tutti.capture.patch_table import CONVERSIONS, FAKE_CONVERSIONS, FAKE_READS, ITEM_MEMO
+from tutti.capture.python.assumed_values import Assumed
 from tutti.capture.python.host_values import noted
 from tutti.capture.python.known_values import UNKNOWN, known
+from tutti.capture.python.read_places import Place, Places
 from tutti.capture.python.ways_out import of_stack
 from tutti.capture.value_readers import READER, THE_STEP, ValueReader
 from tutti.errors import CaptureError
@@ -36,12 +39,6 @@ from tutti.user_lines import is_users, quoted
 
 aten = torch.ops.aten
 ITEM = aten._local_scalar_dense.default
-# Values read, by the number of the read in its trace.
-Seen = Mapping[int, float]
-# The guess for an unknown value.
-_GUESS: dict[type, float] = {bool: False, int: 1, float: 1.0}
-# The guess after a division by zero (`1 / (1 - x)`), as in NAdam's product: noted under this number.
-_GENERIC, _OF_ALL = 0.7310585786, -1
 
 
 class Symbols(NumberEnv):
@@ -51,22 +48,27 @@ class Symbols(NumberEnv):
     user's files from others, which takes a second in each process.
 
     Args:
-        seen: the values of reads of an earlier trace, by their number; others are guesses.
+        assumed: the values that the trace takes for its reads.
     """
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, assumed: Assumed) -> None:
         super().__init__(allow_dynamic_output_shape_ops=False)
-        self.seen = dict(seen)
+        self.assumed = assumed
         self.reads: list[sympy.Symbol] = []
+        self.places: list[Place] = []
+        self.hints: list[float] = []
         self.kinds: list[type] = []
         self._every: set[sympy.Symbol] = set()  # of this trace and others
         # Answers to questions of `math` about a read number, which no symbol can answer.
         self.asked: list[tuple[str, Any, bool]] = []
         self.readers: list[ValueReader] = []
+        self._names = Places()
 
-    def begin(self) -> None:
-        """Begin a trace: its first read is read 0."""
-        self.reads, self.kinds, self.asked, self.readers = [], [], [], []
+    def begin(self, root: CodeType) -> None:
+        """Begin a trace, inside of a call of `root`: its first read is read 0."""
+        self.reads, self.places, self.hints, self.kinds = [], [], [], []
+        self.asked, self.readers = [], []
+        self._names.begin(root)
 
     def stays(self, symbol: Any) -> bool:
         """A read number is read anew in each call, whatever it was equal to."""
@@ -82,11 +84,14 @@ class Symbols(NumberEnv):
         return self._read(bool)
 
     def _read(self, kind: type) -> Any:
-        hint = self._hint(len(self.reads), kind)
+        place = self._names.next()
+        hint = self._hint(place, kind)
         source = ConstantSource(f"read.{len(self.reads)}")
         value = hint if kind is float else int(hint)
         symbol: Any = self.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
         self.kinds.append(kind)
+        self.places.append(place)
+        self.hints.append(hint)
         self.readers.append(READER.get())
         self.reads.append(symbol)
         self._every.add(symbol)
@@ -96,24 +101,29 @@ class Symbols(NumberEnv):
             return self.create_symintnode(symbol, hint=int(hint), source=source)
         return torch.SymBool(SymNode(sympy.Eq(symbol, 1), self, bool, bool(hint)))
 
-    def _hint(self, k: int, kind: type) -> float:
-        guess = _GENERIC if kind is float and _OF_ALL in self.seen else _GUESS[kind]
-        value = self.seen.get(k, guess)  # another way may read another kind
+    def _hint(self, place: Place, kind: type) -> float:
+        guess = self.assumed.guess(kind)
+        value = self.assumed.values.get(place, guess)  # another way may read another kind
         return kind(value) if math.isfinite(value) else guess
 
-    def generic(self) -> Seen | None:
+    def generic(self) -> Assumed | None:
         """Other guesses at numbers; None without one to change."""
-        guessed = any(kind is float and k not in self.seen for k, kind in enumerate(self.kinds))
-        return {**self.seen, _OF_ALL: 1.0} if guessed and _OF_ALL not in self.seen else None
+        pairs, values = zip(self.places, self.kinds, strict=True), self.assumed.values
+        guessed = any(kind is float and place not in values for place, kind in pairs)
+        changes = guessed and not self.assumed.generic
+        return replace(self.assumed, generic=True) if changes else None
 
-    def flipped(self) -> Seen | None:
-        """Values that turn the last guessed condition the other way; None without one."""
-        guesses = [k for k, kind in enumerate(self.kinds) if kind is bool and k not in self.seen]
-        if not guesses:
+    def flipped(self) -> Assumed | None:
+        """Values that turn the last condition which is not sure the other way; None without one."""
+        sure, last = self.assumed.sure, len(self.reads) - 1
+        while last >= 0 and (self.kinds[last] is not bool or self.places[last] in sure):
+            last -= 1
+        if last < 0:
             return None
-        before = {k: self._hint(k, kind) for k, kind in enumerate(self.kinds[: guesses[-1]])}
-        kept = {k: x for k, x in self.seen.items() if k == _OF_ALL}
-        return {**kept, **before, guesses[-1]: True}
+        before = dict(zip(self.places[:last], self.hints, strict=False))
+        turned = {self.places[last]: not self.hints[last]}
+        values = {**before, **self.assumed.values, **turned}
+        return replace(self.assumed, values=values, sure=sure.union(before, turned))
 
     def conditions(self, reads: Reads) -> list[Any]:
         """The conditions of the branches of the trace with these `reads`."""
@@ -131,8 +141,9 @@ class Symbols(NumberEnv):
         expr = expression_of(x)
         if not expr.free_symbols & {*self.reads}:
             return None
-        seen = self.seen.get(self.reads.index(expr), 1.0) if expr in self.reads else 1.0
-        answer = bool(getattr(math, name)(seen))
+        values = self.assumed.values
+        value = values.get(self.places[self.reads.index(expr)], 1.0) if expr in self.reads else 1.0
+        answer = bool(getattr(math, name)(value))
         self.asked.append((name, expr, answer))
         return answer
 
@@ -143,10 +154,10 @@ class Symbols(NumberEnv):
 
 @dataclass(frozen=True)
 class Reads:
-    """The reads and branches of one trace: symbols with their numbers; line and reader of the first."""
+    """The reads and branches of one trace: symbols with their places; line and reader of the first."""
 
     symbols: tuple[sympy.Symbol, ...] = ()
-    numbers: tuple[int, ...] = ()
+    places: tuple[Place, ...] = ()
     asked: tuple[tuple[str, Any, bool], ...] = ()
     source: str = ""
     reader: ValueReader = THE_STEP
@@ -185,7 +196,7 @@ def held(traced: fx.GraphModule, symbols: Symbols) -> Reads:
     output.args = ([*output.args[0], *found],)  # type: ignore[misc]
     return Reads(
         tuple(symbols.reads[k] for k in numbers),
-        tuple(numbers),
+        tuple(symbols.places[k] for k in numbers),
         tuple(symbols.asked),
         found[0].meta.get("source", ""),
         symbols.readers[numbers[0]],
