@@ -144,6 +144,10 @@ def another_dtype(model: Any, y: Tensor) -> None:
     model.count = model.count * 0.5
 
 
+def another_size(model: Any, y: Tensor) -> None:
+    model.mean.resize_(8)
+
+
 def nothing(model: Any, y: Tensor) -> None:
     model.mean = None
 
@@ -157,6 +161,7 @@ def data_of_another_shape(model: Any, y: Tensor) -> None:
     [
         (a_parameter, 'replaces the parameter "linear.bias"'),
         (another_shape, r'replaces "mean", \[2\] torch.float32, by \[8, 2\] torch.float32'),
+        (another_size, r'resizes "mean" from \[2\] to \[8\]'),
         (another_dtype, r'replaces "count", \[\] torch.int64, by \[\] torch.float32'),
         (data_of_another_shape, r"a tensor's data, \[2\] torch.float32, by \[8, 2\]"),
         (nothing, 'replaces "mean" by None'),

@@ -34,7 +34,7 @@ def take_over(
         shared: by the id of a tensor, the one that has since shared its memory (`x.data = value`).
 
     Raises:
-        CaptureError: for a parameter, and for a value of another shape or dtype.
+        CaptureError: for a parameter, for a value of another shape or dtype, and for state of another size.
     """
     found: dict[int, list[Any]] = {}
     for place in places:
@@ -44,6 +44,7 @@ def take_over(
     sharing: list[str] = []
     with torch.no_grad():
         for i, values in found.items():
+            _refuse_resized(state[i], puts[i])
             if all(value is puts[i] for value in values):
                 continue
             _refuse_other(state[i], puts[i], values)
@@ -62,6 +63,17 @@ def refuse_read(placeholders: Mapping[str, fx.Node], sharing: Sequence[str]) -> 
             f'"{name}" is a weight\'s memory after the step (`p.data = value`), and the next one reads it',
             why="the captured step has a value for each of them",
             fix="p.copy_(value)",
+        )
+
+
+def _refuse_resized(entry: StateTensor, put: Tensor) -> None:
+    before, now = list(entry.tensor.shape), list(put.shape)
+    if before != now:
+        raise CaptureError(
+            f'the step resizes "{entry.name}" from {before} to {now}',
+            why="state keeps its shape and dtype: the next step is the same",
+            fix="make it so from the beginning; if only the first call of the model does it (observers of "
+            "torch.ao.quantization), call the model on a batch before tutti.distribute",
         )
 
 
