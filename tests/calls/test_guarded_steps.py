@@ -73,3 +73,37 @@ def test_an_error_on_the_way_of_the_call_is_the_users(kind: type[Exception]) -> 
     with pytest.raises(kind, match="not finite"):
         played(programs.batch(1) * float("nan"))
     assert all(x.equal(before[name]) for name, x in model.state_dict().items())
+
+
+def test_a_refusal_on_the_way_of_the_call() -> None:
+    """The first way is refused, and the other one plays; a call of the first way is refused then."""
+    model = mlp()
+
+    def step(m: Any, o: Any, x: Tensor) -> Tensor:
+        loss = m(x).square().mean()
+        if not torch.isfinite(loss):
+            return loss * len(f"{loss.item()}")
+        return update(loss, o)
+
+    played = tutti.distribute(step, model, SGD(model.parameters(), lr=0.1), "")
+    played(programs.batch(0))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(tutti.CaptureError, match="writes a tensor's value into a text"):
+        played(programs.batch(1) * float("inf"))
+    assert all(x.equal(before[name]) for name, x in model.state_dict().items())
+
+
+def test_a_refusal_of_both_ways_is_told() -> None:
+    """The error of a way that the step may not go does not hide it."""
+    model = mlp()
+
+    def step(m: Any, o: Any, x: Tensor) -> Tensor:
+        loss = m(x).square().mean()
+        if loss > 1e6:
+            raise ValueError("too large")
+        print(f"{loss.item():.3f}")
+        return update(loss, o)
+
+    played = tutti.distribute(step, model, SGD(model.parameters(), lr=0.1), "")
+    with pytest.raises(tutti.CaptureError, match="writes a tensor's value into a text"):
+        played(programs.batch(0))

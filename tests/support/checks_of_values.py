@@ -41,6 +41,16 @@ def more_checks_than_ways(loss: Tensor, x: Tensor) -> None:
         assert torch.isfinite(row).all()
 
 
+def a_value_in_the_text_of_an_error(loss: Tensor, x: Tensor) -> None:
+    if not torch.isfinite(loss).all():
+        raise RuntimeError(f"the loss is {loss.item()}")
+
+
+def a_value_in_the_text_of_an_assertion(loss: Tensor, x: Tensor) -> None:
+    assert torch.isfinite(loss).all(), f"the loss is {loss.item():.3f}"
+    assert (x < 100).all(), f"the batch has {x.max():.3f}, {(x > 100).nonzero()}"
+
+
 GUARDS = {
     guard.__name__: guard
     for guard in (
@@ -49,5 +59,7 @@ GUARDS = {
         a_check_after_one_that_is_not_made,
         checks_of_one_line,
         more_checks_than_ways,
+        a_value_in_the_text_of_an_error,
+        a_value_in_the_text_of_an_assertion,
     )
 }

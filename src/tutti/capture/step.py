@@ -37,6 +37,7 @@ from tutti.capture.python.left_values import (
     refuse_lost,
 )
 from tutti.capture.python.not_kept import NotKept
+from tutti.capture.python.other_ways import OtherWays
 from tutti.capture.python.outside import lift_outside, read_by, refuse_written
 from tutti.capture.python.python_state import Effect, Findings, Number, PythonState, say_lost
 from tutti.capture.python.read_once import read_once_watched
@@ -82,14 +83,13 @@ from tutti.capture.state.tensor_attributes import TensorAttributes, refuse_in_ba
 from tutti.capture.substitutes.other_forms import OTHER_FORMS, in_other_forms
 from tutti.capture.substitutes.sparse import dense, dense_gradients, refuse_sparse_constants
 from tutti.capture.unexpected import named, refuse_untraced
-from tutti.errors import CaptureError, TuttiError
+from tutti.errors import CaptureError
 from tutti.graph.ops.late_errors import make_late
 from tutti.torch_private.fake_tensors import FakeTensorMode
 from tutti.torch_private.pytrees import TreeSpec, tree_unflatten
 from tutti.torch_private.tracing import trace, without_code
 
 aten = torch.ops.aten
-_MOST_WAYS = 8  # without a read after those of all other ways
 
 
 @dataclass
@@ -247,25 +247,21 @@ def _traced(prepared: Callable[..., _Lifted], findings: Findings) -> tuple[_Lift
     If a trace with a number as an input fails, it traces with the number as a constant; if a guessed branch
     fails (a loss that is not finite), it takes the other one.
     """
-    ways: list[Assumed] = []
-    tried = furthest = 0
+    assumed: list[Assumed] = []
+    ways = OtherWays()
     while True:
-        lifted = prepared(*ways[-1:])
+        lifted = prepared(*assumed)
         try:
             traced = lifted.traced()
         except TraceAgain:
             continue
         except (Exception, SystemExit) as error:
-            other = None
-            if not isinstance(error, TuttiError):
-                symbols, divided = lifted.symbols, isinstance(error, ArithmeticError)
-                other = (symbols.generic() if divided else None) or symbols.flipped()
-                tried = tried + 1 if len(symbols.reads) <= furthest else 0
-                furthest = max(furthest, len(symbols.reads))
-            if other is not None and tried < _MOST_WAYS:
-                ways.append(other)
-            elif not findings.fix(lifted.python.numbers):
-                raise
+            if (other := ways.after(error, lifted.symbols)) is not None:
+                assumed = [other]
+            elif findings.fix(lifted.python.numbers):
+                ways = OtherWays()
+            else:
+                raise ways.reason(error)  # noqa: B904  # mostly this error itself
             continue
         numbers = {n.name: n for n in lifted.python.numbers}
         looked_at = looked_at_by_ops(
