@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -182,12 +183,39 @@ def test_counts_go_on_after_a_block(ranks: Ranks) -> None:
         assert found == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.ASGD, torch.optim.Rprop, torch.optim.SGD])
+class _WithPairs(torch.optim.Optimizer):
+    """Two tensors in one slot, as SOAP keeps them; with `by_rate` they begin by the rate."""
+
+    by_rate = False
+
+    def __init__(self, params: Iterable[torch.Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                slots = self.state[p]
+                if not slots:
+                    first = group["lr"] if self.by_rate else 1.0
+                    slots["pair"] = [torch.full_like(p, first), torch.ones_like(p)]
+                a, b = slots["pair"]
+                slots["pair"] = [0.9 * a + p.grad.square(), 0.8 * b + p.grad.abs()]
+                p.sub_(group["lr"] * p.grad / (a.sqrt() + b))
+
+
+class _WithRates(_WithPairs):
+    by_rate = True
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.ASGD, torch.optim.Rprop, _WithRates, _WithPairs, torch.optim.SGD]
+)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_slots_that_begin_by_an_option_that_the_step_sets(
     kind: type[torch.optim.Optimizer], when: str
 ) -> None:
-    """ASGD's `eta` and Rprop's `step_size` are the rate of then; SGD keeps none."""
+    """ASGD's `eta` and Rprop's `step_size` are the rate of then; SGD keeps none, a pair begins at 1."""
 
     def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> float:
         optimizer.zero_grad()
@@ -206,7 +234,7 @@ def test_slots_that_begin_by_an_option_that_the_step_sets(
 
     model, optimizer = made()
     x, called = torch.ones(4, 4), tutti.distribute(step, model, optimizer)
-    if when == "before" and kind is not torch.optim.SGD:
+    if when == "before" and kind not in (torch.optim.SGD, _WithPairs):
         with pytest.raises(
             CaptureError, match=f'sets "lr" before the first step of {kind.__name__}'
         ):

@@ -65,8 +65,18 @@ def _is_there(one: Optimizer, key: Any, first: Any) -> bool:
 
 def _is(a: Any, b: Any) -> bool:
     """Whether two slots may start with the same value; one without values may."""
-    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-        return type(a) is type(b) and a == b
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return _begins_as(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_is(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_is, a, b))
+    return a == b
+
+
+def _begins_as(a: Tensor, b: Tensor) -> bool:
     if type(a) is not Tensor or a.is_meta or not a.numel() or not b.numel():
         return a.is_meta
     x, y = (complex(v.detach().flatten()[0].item()) for v in (a, b))
