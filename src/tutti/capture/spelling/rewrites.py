@@ -158,12 +158,14 @@ def _split(emit: Emit, node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _cat(emit: Emit, node: fx.Node) -> fx.Node | None:
-    """Drop empty parts (a cache that starts empty)."""
+    """Drop empty parts (a cache that starts empty), and the op for a single part (`einops.pack([x])`)."""
     parts: Any = node.args[0]
     kept = [x for x in parts if x.meta["val"].numel()]
-    if len(kept) == len(parts) or not kept:
-        return None
-    return kept[0] if len(kept) == 1 else emit(node.target, kept, *node.args[1:])
+    if not any(x.meta["val"].dtype == node.meta["val"].dtype for x in kept):
+        return None  # an empty part decides the dtype
+    if len(kept) == 1:
+        return kept[0]
+    return emit(node.target, kept, *node.args[1:]) if len(kept) < len(parts) else None
 
 
 def _unbind(emit: Emit, node: fx.Node) -> tuple[fx.Node, ...]:
