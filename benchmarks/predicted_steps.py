@@ -181,7 +181,10 @@ def predicted(case: Case, layout: str) -> tuple[float, int]:
     parsed = Layout.parse(layout)
     job = Job.of(plain_step(case), model, optimizer(model), parsed, place=place_of(case))
     program = CandidatePrograms(job, _batch(case)).program(parsed)
-    made = estimate(program, machine_here(cluster_here(), parsed.num_ranks))
+    machine = machine_here(cluster_here(), parsed.num_ranks)
+    made = estimate(program, machine)
+    if machine.pace is not None:
+        made = made.slower(machine.pace())
     assert made.memory is not None
     return made.seconds, made.memory.call_nbytes
 

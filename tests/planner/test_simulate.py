@@ -39,6 +39,15 @@ def test_gpipe() -> None:
         assert timeline.peak_live == (m,) * p
 
 
+def test_slower() -> None:
+    twice = {kind: 2 * seconds for kind, seconds in COSTS.items()}
+    one, other = (
+        simulate(schedule("zb", 3, 5), costs, transfer_seconds=t)
+        for costs, t in ((COSTS, 0.5), (twice, 1.0))
+    )
+    assert one.slower(2.0) == other
+
+
 def test_1f1b() -> None:
     for p, m in SIZES:
         timeline = simulate(schedule("1f1b", p, m), COSTS)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +51,9 @@ def test_a_kernel_is_an_op_on_tensors_of_one_form() -> None:
 def test_the_median_over_graphs_counts() -> None:
     times = KernelTimes()
     a, b = (ops(traced(lambda x: x.neg().neg().abs(), torch.ones(3))) for _ in range(2))
-    times.add(GraphTimes(dict(zip(a, [1.0, 3.0, 5.0], strict=True)), [0.5]))
-    times.add(GraphTimes(dict(zip(b, [4.0, 4.0, 6.0], strict=True)), [0.5]))
-    times.add(GraphTimes(dict(zip(b, [90.0, 90.0, 90.0], strict=True)), [0.5]))
+    times.add(GraphTimes(dict(zip(a, [1.0, 3.0, 5.0], strict=True)), [0.5], 0.5))
+    times.add(GraphTimes(dict(zip(b, [4.0, 4.0, 6.0], strict=True)), [0.5], 0.5))
+    times.add(GraphTimes(dict(zip(b, [90.0, 90.0, 90.0], strict=True)), [0.5], 0.5))
     assert list((times.of(a) or {}).values()) == [2.0, 2.0, 3.0]  # halves of 4, 4 and 6
     assert times.of(ops(traced(lambda x: x.exp(), torch.ones(3)))) is None
 
@@ -61,7 +63,7 @@ def test_a_kernel_of_three_graphs_is_known() -> None:
 
     def add(seconds: list[float], function: Callable[..., Any]) -> None:
         graph = traced(function, x)
-        times.add(GraphTimes(dict(zip(ops(graph), seconds, strict=True)), [1.0]))
+        times.add(GraphTimes(dict(zip(ops(graph), seconds, strict=True)), [1.0], 1.0))
 
     common, rare = (ops(traced(f, x)) for f in (lambda x: x.neg().abs(), lambda x: x.neg().exp()))
     for seconds in ([1.0, 2.0], [3.0, 2.0], [9.0, 2.0]):
@@ -87,7 +89,7 @@ def test_a_slower_processor_changes_no_time() -> None:
     found = []
     for pace[0] in (1e-3, 3e-3):
         with torch.no_grad():
-            found.append(_GraphRun(graph, now).of_median_run())
+            found.append(_GraphRun(graph, now).of_median_run(1e-3))
     quick, slow = (list(times.relative.values()) for times in found)
     assert quick == pytest.approx([1.0] * 3) and slow == pytest.approx([1.0] * 3)
     times = KernelTimes()
@@ -100,7 +102,7 @@ def test_a_known_graph_is_not_timed_again(monkeypatch: pytest.MonkeyPatch) -> No
     kernels, timed = TimedKernels(1, 1), list[fx.Graph]()
     own = _GraphRun.of_median_run
     monkeypatch.setattr(
-        _GraphRun, "of_median_run", lambda run: (timed.append(run.graph), own(run))[1]
+        _GraphRun, "of_median_run", lambda run, alone: (timed.append(run.graph), own(run, alone))[1]
     )
     one, same, other = (
         traced(f, torch.ones(8)) for f in (torch.neg, torch.neg, lambda x: torch.neg(x).exp())
@@ -123,15 +125,23 @@ class Net(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-def plan(noise: float, seed: int, monkeypatch: pytest.MonkeyPatch) -> PlanAnswer:
-    """On a machine whose kernels take a microsecond a value, with noise by graph."""
+def plan(
+    noise: float,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    probes: Iterator[float] | None = None,
+) -> PlanAnswer:
+    """On a machine whose kernels take a microsecond a value, with noise by graph; `probes`: their seconds
+    by graph."""
     chooses = random.Random(seed)
 
-    def times(run: _GraphRun) -> GraphTimes:
+    def times(run: _GraphRun, alone: float) -> GraphTimes:
         factor = 1.0 + chooses.uniform(-noise, noise)
         sizes = {n: n.meta["val"] for n, *_ in run.steps}
         own = {n: factor * 1e-6 * getattr(x, "numel", lambda: 8)() for n, x in sizes.items()}
-        return GraphTimes(own, [1.0])
+        probe = next(probes) if probes else 1.0
+        return GraphTimes(own, [probe], probe)
 
     monkeypatch.setattr(_GraphRun, "of_median_run", times)
     model = Net()
@@ -149,3 +159,19 @@ def test_noise_does_not_choose(seed: int, tmp_path: Path, monkeypatch: pytest.Mo
     noisy = plan(0.1, seed, monkeypatch).ranking
     best = exact.rows[0].estimate.seconds
     assert exact.row(noisy.rows[0].layout).estimate.seconds <= 1.02 * best
+
+
+def test_the_processors_speed_does_not_choose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The probe takes longer for each graph; links, calls and kernels count alike in every layout."""
+    hardware_files.write(replace(FOUND, probe=1e-3), tmp_path)
+    monkeypatch.setenv("TUTTI_HARDWARE", str(tmp_path))
+    monkeypatch.setattr(timed_kernels, "_others", lambda *_: nullcontext())
+    steady = plan(0.0, 0, monkeypatch, probes=repeat(1e-3)).ranking
+    probes = (1e-3 + i / 4e3 for i in count())
+    slower, seen = plan(0.0, 0, monkeypatch, probes=probes).ranking, list[float]()
+    for one, other in zip(steady.rows, slower.rows, strict=True):
+        assert one.layout == other.layout
+        seen.append(other.estimate.seconds / one.estimate.seconds)
+    assert seen == pytest.approx([seen[0]] * len(seen)) and seen[0] > 1.1

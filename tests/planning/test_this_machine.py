@@ -12,8 +12,9 @@ from tests.planning.test_hardware_files import FOUND
 from tutti.costs.rank_groups import RankGroups
 from tutti.layout import Layout
 from tutti.planning import hardware_files
-from tutti.planning.kernel_times import GraphTimes, KernelTimes
-from tutti.planning.this_machine import machine_here, question_here, shared_by
+from tutti.planning.kernel_times import GraphTimes
+from tutti.planning.processor_speed import ProcessorSpeed
+from tutti.planning.this_machine import kernels_timed, machine_here, question_here, shared_by
 from tutti.planning.timed_kernels import TimedKernels
 
 
@@ -41,7 +42,7 @@ def test_ranks_take_turns_where_processors_are_few(
     num_ranks: int, processes: int, threads: int, share: float
 ) -> None:
     made = machine_here(hardware_files.cluster_here(), num_ranks)
-    assert made.kernels == TimedKernels(processes, threads, in_turns=share > 1)
+    assert made.kernels == TimedKernels(processes, threads)
     assert made.ranks_per_processor == share
 
 
@@ -64,23 +65,38 @@ def test_more_ranks_than_devices_are_on_one_host_and_share_its_memory() -> None:
     assert question_here(num_ranks=2).cluster == cluster
 
 
-def test_links_and_calls_are_as_fast_as_the_processor_is_now(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = hardware_files.write(replace(FOUND, probe=5e-4), tmp_path)
-    cluster, times = hardware_files.cluster_here(path), KernelTimes()
-    times.add(GraphTimes({}, [1e-3, 9e-3, 1e-3]))  # twice as slow as at the calibration
-
-    def timed(num_ranks: int, num_threads: int, in_turns: bool) -> TimedKernels:
-        return TimedKernels(num_ranks, num_threads, in_turns, times)
-
+def test_estimates_are_as_slow_as_the_processor_was(tmp_path: Path) -> None:
+    """All of them, by the probe while graphs of any layout ran: links as calibrated, and one factor."""
+    cluster = hardware_files.cluster_here(
+        hardware_files.write(replace(FOUND, probe=5e-4), tmp_path)
+    )
+    timed = kernels_timed(cluster)
+    for seconds in (1e-3, 1e-3, 9e-3):  # twice as slow as at the calibration, mostly
+        timed(2, 1).times.add(GraphTimes({}, [seconds], seconds))
     made = machine_here(cluster, 4, timed)
-    link = made.topology.inside
-    assert (link.start.value, link.bandwidth.value) == (2e-5, 4e9)
-    assert made.call_seconds == 2e-4
-    without = hardware_files.cluster_here(hardware_files.write(FOUND, tmp_path / "old"))
-    made = machine_here(without, 4, timed)
-    assert (made.topology, made.call_seconds) == (without.topology, 1e-4)
+    assert (made.topology, made.call_seconds) == (cluster.topology, 1e-4)
+    assert made.pace is not None and made.pace() == 2.0
+    timed(2, 1).times.add(GraphTimes({}, [9.0], 9.0))
+    assert made.pace() == 2.0  # for all estimates of the plan
+
+
+def test_processes_slow_each_other_down() -> None:
+    """By as much as the probe shows at one moment, whenever that was."""
+    speed = ProcessorSpeed(1.0)
+    speed.add(2, 1.0, [1.5, 1.5])
+    speed.add(2, 1.0, [1.5, 1.5])
+    speed.add(1, 4.0, [4.0, 4.1])  # at a slow moment
+    assert (speed.factor(2), speed.factor(1)) == (1.5, 1.0)
+    assert ProcessorSpeed(1.0).factor(2) == 1.0
+
+
+@pytest.mark.parametrize("probe", [1.0, None])
+def test_links_between_hosts_have_no_factor(probe: float | None) -> None:
+    speed = ProcessorSpeed(probe, fixed=True)
+    speed.add(2, 1.0, [1.5])
+    speed.add(1, 4.0, [4.0])
+    assert speed.probe_seconds == (probe or 1.5)
+    assert speed.factor(2) == 1.0 and speed.factor(1) == pytest.approx(1 / 1.5)
 
 
 def test_ranks_that_take_turns_wait_longer_for_each_other(tmp_path: Path) -> None:
@@ -91,7 +107,3 @@ def test_ranks_that_take_turns_wait_longer_for_each_other(tmp_path: Path) -> Non
     assert (fits.topology.inside.start.value, fits.message_start) == (1e-5, 0.0)
     assert crowded.topology.inside.start.value == 3e-4
     assert crowded.message_start == pytest.approx(4 * 3e-4)
-
-
-def test_before_a_kernel_is_timed_the_probe_runs() -> None:
-    assert 0.0 < TimedKernels(1, 1).probe_seconds() < 1.0

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -64,6 +64,20 @@ class Timeline:
         """The share of all ranks' time without work, 0 to 1."""
         total = self.seconds * len(self.rows)
         return math.fsum(self.idle_seconds) / total if total else 0.0
+
+    def slower(self, factor: float) -> Timeline:
+        """The same with all costs `factor` times as long."""
+
+        def later(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+            return tuple(Span(s.action, factor * s.start, factor * s.end) for s in spans)
+
+        return replace(
+            self,
+            rows=tuple(map(later, self.rows)),
+            transfers=later(self.transfers),
+            seconds=factor * self.seconds,
+            idle_seconds=tuple(factor * x for x in self.idle_seconds),
+        )
 
     def shared_seconds(self, ranks_per_processor: float) -> float:
         """The seconds if the ranks share processors equally, a pipeline rank for each of `rows`.

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from tutti.graph.analysis.draws import is_draw
+from tutti.planning.processor_speed import ProcessorSpeed
 from tutti.torch_private.pytrees import tree_map
 
 # Graphs after whose timings a kernel is known, and the share of a graph that may be of other kernels.
@@ -24,26 +25,33 @@ _ENOUGH, _SMALL_SHARE = 3, 0.05
 
 @dataclass(frozen=True)
 class GraphTimes:
-    """The times of the kernels of a graph, in probes, and the seconds that each probe took meanwhile."""
+    """The times of the kernels of a graph, in probes, and the seconds of each probe meanwhile; of one `alone`
+    before."""
 
     relative: Mapping[fx.Node, float]
     probes: Sequence[float]
+    alone: float
 
 
 class KernelTimes:
-    """Times by kernel, as found in one graph after the other."""
+    """Times by kernel, as found in one graph after the other.
 
-    def __init__(self) -> None:
+    Args:
+        num_processes: that run a graph at the same time.
+        speed: of the processor, for all kernels of a plan.
+    """
+
+    def __init__(self, num_processes: int = 1, speed: ProcessorSpeed | None = None) -> None:
         self._found: defaultdict[str, list[float]] = defaultdict(list)
-        self._probes: list[float] = []
+        self._num_processes, self._speed = num_processes, speed or ProcessorSpeed()
 
-    def probe_seconds(self) -> float | None:
-        """Of the speed probe, the median over all graphs; None before the first."""
-        return statistics.median(self._probes) if self._probes else None
+    def factor(self) -> float:
+        """How many times as long as their seconds these kernels take at the speed of the whole plan."""
+        return self._speed.factor(self._num_processes)
 
     def add(self, times: GraphTimes) -> None:
         """The times of one graph: of each kernel their mean."""
-        self._probes += times.probes
+        self._speed.add(self._num_processes, times.alone, times.probes)
         own: defaultdict[str, list[float]] = defaultdict(list)
         for node, x in times.relative.items():
             own[kernel_of(node)].append(x)
@@ -51,8 +59,8 @@ class KernelTimes:
             self._found[kernel].append(statistics.mean(found))
 
     def seconds(self, times: GraphTimes) -> dict[fx.Node, float]:
-        """Those of one graph by its own times, at the machine's median speed."""
-        probe = self.probe_seconds() or 0.0
+        """Those of one graph by its own times, at the speed of all estimates."""
+        probe = self._speed.probe_seconds
         return {node: probe * x for node, x in times.relative.items()}
 
     def known(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, float] | None:
@@ -71,7 +79,7 @@ class KernelTimes:
         every = set(kernels.values())
         if not every <= self._found.keys():
             return None
-        probe = self.probe_seconds() or 0.0
+        probe = self._speed.probe_seconds
         medians = {kernel: probe * statistics.median(self._found[kernel]) for kernel in every}
         return {node: medians[kernel] for node, kernel in kernels.items()}
 

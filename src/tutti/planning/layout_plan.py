@@ -162,6 +162,7 @@ def answer(
             *estimates.of_many(layouts),
             capacity,
             refined=estimates.refinement,
+            paced=estimates.paced,
             seen=lambda _: seen(next(done), len(layouts)),
         )
 

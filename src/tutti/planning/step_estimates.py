@@ -210,6 +210,11 @@ class StepEstimates:
             raise known
         return known[0]
 
+    def paced(self, made: Estimate) -> Estimate:
+        """The estimate at the machine's speed over all of them; asked for when each layout has its first."""
+        pace = self.machine(made.layout).pace
+        return made if pace is None else made.slower(pace())
+
     def _refine_ahead(self, layouts: Sequence[Layout]) -> None:
         """Refine layouts in several processes; each writes the programs of its part."""
         own, *parts = divided(layouts, most_processes())

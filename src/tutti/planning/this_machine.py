@@ -15,7 +15,9 @@ from tutti.hardware.cluster import Cluster
 from tutti.hardware.figures import Figure
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planning.hardware_files import NAME, cluster_of
+from tutti.planning.kernel_times import KernelTimes
 from tutti.planning.layout_plan import PlanQuestion
+from tutti.planning.processor_speed import ProcessorSpeed
 from tutti.planning.timed_kernels import TimedKernels
 
 
@@ -35,7 +37,7 @@ def question_here(
     cluster = cluster_of(text, topology)
     if cluster.num_hosts == 1 and not torch.cuda.is_available():
         cluster = shared_by(cluster, num_ranks or cluster.count)
-    timed = cache(TimedKernels)  # layouts with as many processes share their times
+    timed = kernels_timed(cluster)
     return PlanQuestion(
         cluster,
         lambda layout: machine_here(cluster, layout.num_ranks, timed),
@@ -58,15 +60,31 @@ def shared_by(cluster: Cluster, num_ranks: int) -> Cluster:
     )
 
 
+def kernels_timed(cluster: Cluster) -> Callable[[int, int], TimedKernels]:
+    """The `TimedKernels` of a plan on this machine, or hosts like it, by processes and threads of each.
+
+    Layouts with as many processes share their times, and all of them the processor's speed. Links between
+    hosts do not change with it.
+    """
+    calibrated = cluster.device.probe_seconds
+    probe = calibrated.value if calibrated else None
+    speed = ProcessorSpeed(probe, fixed=cluster.num_hosts > 1)
+
+    @cache
+    def timed(num_processes: int, num_threads: int) -> TimedKernels:
+        return TimedKernels(num_processes, num_threads, KernelTimes(num_processes, speed))
+
+    return timed
+
+
 def machine_here(
-    cluster: Cluster, num_ranks: int, timed: Callable[..., TimedKernels] = TimedKernels
+    cluster: Cluster, num_ranks: int, timed: Callable[[int, int], TimedKernels] | None = None
 ) -> PricedMachine:
     """This machine for a run of so many ranks: on a GPU by its data, on processors with kernels timed.
 
-    More ranks than processors take turns (`ranks_per_processor`): the kernels are then timed by the
-    processor's time, on two processes a processor, which empty each other's caches. `timed` makes the
-    `TimedKernels`, or gives one that a plan has. Links and calls are as much slower or faster than at the
-    calibration as the speed probe is.
+    More ranks than processors take turns (`ranks_per_processor`): the kernels are then timed on two processes
+    a processor, which empty each other's caches. `timed`: that of the plan, by default a new one. Estimates
+    are at the speed of the calibration; `pace` says what a second of them is now.
     """
     if torch.cuda.is_available():
         return PricedMachine.of(cluster)
@@ -76,9 +94,7 @@ def machine_here(
     threads = int(os.environ.get("OMP_NUM_THREADS", max(1, processors // neighbors)))
     share = max(1.0, neighbors * threads / processors)
     most = max(1, (2 if share > 1 else 1) * processors // threads)
-    kernels = timed(min(neighbors, most), threads, in_turns=share > 1)
-    if calibrated := cluster.device.probe_seconds:
-        cluster = _at_speed(cluster, calibrated.value / kernels.probe_seconds())
+    kernels = (timed or kernels_timed(cluster))(min(neighbors, most), threads)
     start = cluster.topology.inside.start.value
     crowded = cluster.topology.inside.crowded_start if share > 1 else None
     if crowded is not None:
@@ -95,26 +111,8 @@ def machine_here(
         shares_memory=True,
         onednn=is_faster(),
         settled=kernels.settled,
+        pace=kernels.times.factor,
     )
-
-
-def _at_speed(cluster: Cluster, factor: float) -> Cluster:
-    """The cluster `factor` times as fast: calls, and the memory that ranks of a host exchange through."""
-    device, topology = cluster.device, cluster.topology
-    link = topology.inside
-    if call := device.call_seconds:
-        device = replace(device, call_seconds=_times(call, 1 / factor))
-    inside = replace(
-        link,
-        start=_times(link.start, 1 / factor),
-        bandwidth=_times(link.bandwidth, factor),
-        crowded_start=link.crowded_start and _times(link.crowded_start, 1 / factor),
-    )
-    return Cluster(cluster.count, device, replace(topology, inside=inside))
-
-
-def _times(figure: Figure, factor: float) -> Figure:
-    return replace(figure, value=figure.value * factor)
 
 
 def _starting(cluster: Cluster, start: Figure) -> Cluster:

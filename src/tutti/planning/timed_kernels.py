@@ -4,6 +4,9 @@ A graph runs on random values: an op finds its operands in the caches, or not, a
 shares the machine's memory with the others, so `num_ranks` processes run the graph at the same time.
 Random numbers are drawn as in a run. Collectives move nothing here: their results are memory that is there
 already. Their own time is that of the links (`costs/collective_seconds.py`).
+
+The clock is the processor's: it stops while other work has the processor. A probe is shorter than a turn of
+that work and a graph is longer, so on the wall's clock a loaded machine would slow graphs down, but no probe.
 """
 
 from __future__ import annotations
@@ -46,13 +49,11 @@ class TimedKernels:
     Args:
         num_ranks: processes that compute at the same time.
         num_threads: of each.
-        in_turns: there are too few processors for them, so the time of others does not count.
         times: of all graphs so far.
     """
 
     num_ranks: int
     num_threads: int
-    in_turns: bool = False
     times: KernelTimes = field(default_factory=KernelTimes, compare=False)
 
     def __call__(self, graph: fx.Graph) -> dict[fx.Node, float]:
@@ -74,19 +75,11 @@ class TimedKernels:
     def _run(self, graph: fx.Graph) -> GraphTimes:
         keep_freed_memory()  # as in a run: fresh pages would cost more than the ops
         with _threads(self.num_threads), torch.no_grad():
-            run = _GraphRun(graph, self._now)
+            run, alone = _GraphRun(graph), SpeedProbe(time.thread_time)()
             with _others(self.num_ranks - 1, run):
-                found = run.of_median_run()
+                found = run.of_median_run(alone)
         self.times.add(found)
         return found
-
-    @property
-    def _now(self) -> Callable[[], float]:
-        return time.thread_time if self.in_turns else time.perf_counter
-
-    def probe_seconds(self) -> float:
-        """Of the speed probe while the graphs ran; before the first graph of the probe alone, now."""
-        return self.times.probe_seconds() or SpeedProbe(self._now)()
 
 
 def _timed(graph: fx.Graph) -> list[fx.Node]:
@@ -100,7 +93,7 @@ def _is_timed(node: fx.Node) -> bool:
 class _GraphRun:
     """A graph whose ops run one after the other on random values, on a clock."""
 
-    def __init__(self, graph: fx.Graph, now: Callable[[], float]) -> None:
+    def __init__(self, graph: fx.Graph, now: Callable[[], float] = time.thread_time) -> None:
         self.graph, self.now = graph, now
         dying = last_uses(graph)
         self.steps: list[tuple[fx.Node, Callable[..., Any], tuple[Any, ...], list[fx.Node]]] = []
@@ -129,10 +122,13 @@ class _GraphRun:
                 values.pop(x, None)
         return seconds
 
-    def of_median_run(self) -> GraphTimes:
+    def of_median_run(self, alone: float) -> GraphTimes:
         """The median of several runs, each relative to the probe, divided among the ops by their means.
 
         The sum of the ops' own medians would be less than any run: each run has some slow ops.
+
+        Args:
+            alone: seconds of the probe before other processes ran the graph.
         """
         self.once()
         probe = SpeedProbe(self.now)
@@ -146,7 +142,7 @@ class _GraphRun:
         median = statistics.median(a / b for a, b in zip(totals, speeds, strict=True))
         share = median / max(sum(totals), 1e-12)
         relative = {node: share * sum(run[node] for run in runs) for node, *_ in self.steps}
-        return GraphTimes(relative, probes)
+        return GraphTimes(relative, probes, alone)
 
 
 def _drawing(node: fx.Node) -> Callable[..., Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
@@ -71,6 +71,16 @@ class Estimate:
     def bound_by(self) -> str:
         """The kind with the most seconds."""
         return max(self.kinds, key=lambda kind: self.kinds[kind]) if self.kinds else COMPUTE
+
+    def slower(self, factor: float) -> Estimate:
+        """The same on devices and links that all take `factor` times as long."""
+        return replace(
+            self,
+            seconds=factor * self.seconds,
+            kinds={kind: factor * x for kind, x in self.kinds.items()},
+            hidden_seconds=factor * self.hidden_seconds,
+            timeline=self.timeline and self.timeline.slower(factor),
+        )
 
 
 def estimate(program: Program, machine: PricedMachine, *, cut_at: tuple[str, ...] = ()) -> Estimate:

@@ -30,6 +30,7 @@ class PricedMachine:
     shares_memory: ranks of one host exchange through shared memory, so the passes write that program.
     onednn: matmuls run by oneDNN's kernels.
     settled: the seconds of kernels once more, when all graphs that are compared have been timed.
+    pace: how many times as long as estimated a step takes at the processor's speed, after all estimates.
     """
 
     cluster: Cluster
@@ -42,6 +43,7 @@ class PricedMachine:
     shares_memory: bool = False
     onednn: bool = False
     settled: KernelSeconds | None = None
+    pace: Callable[[], float] | None = None
 
     @property
     def topology(self) -> Topology:

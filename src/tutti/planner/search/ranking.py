@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tutti.errors import LayoutError, PlanError, ScheduleError, ShardingError
 from tutti.layout import Layout
@@ -130,6 +130,7 @@ def ranked(
     capacity: float,
     *,
     refined: Refinement | None = None,
+    paced: Callable[[Estimate], Estimate] = lambda made: made,
     seen: Callable[[Layout], object] = lambda _: None,
 ) -> Ranking:
     """Estimate every layout.
@@ -139,6 +140,7 @@ def ranked(
         estimate: of a layout; it may refuse it.
         capacity: bytes of a device that a step may use.
         refined: a better estimate for some of the rows.
+        paced: an estimate at the machine's speed, which is known when every layout has one.
         seen: called before each, for a progress bar.
     """
     rows: list[RankedLayout] = []
@@ -157,15 +159,16 @@ def ranked(
             refused.append((str(layout), error.what))
         else:
             rows.append(RankedLayout(made, made.peak_nbytes <= capacity))
-    rows = _sorted(rows)
+    rows = _sorted([replace(row, estimate=paced(row.estimate)) for row in rows])
     if refined is not None:
-        rows = _with_refined(rows, refined, capacity, refused)
+        rows = _with_refined(rows, refined, paced, capacity, refused)
     return Ranking(tuple(rows), tuple(refused), capacity, tuple(left_out), tuple(beyond))
 
 
 def _with_refined(
     rows: list[RankedLayout],
     refined: Refinement,
+    paced: Callable[[Estimate], Estimate],
     capacity: float,
     refused: list[tuple[str, str]],
 ) -> list[RankedLayout]:
@@ -180,7 +183,7 @@ def _with_refined(
             done.add(row.layout)
             rows = [r for r in rows if r is not row]
             try:
-                made = refined.of(row.estimate.layout)
+                made = paced(refined.of(row.estimate.layout))
             except (LayoutError, ShardingError, ScheduleError) as error:
                 refused.append((row.layout, error.what))
             else:
