@@ -96,7 +96,18 @@ def test_workers_of_servers(sync: str, text: str, script: Path) -> None:
     result = simulate(script, f"replica=4 server=1 sync={sync}", "--global-batch", "16")
     assert result.exit_code == 0, result.output
     assert "updates a second" in result.stdout
+    assert "pushes to servers and pulls from them have no bytes here" in result.stdout
     assert text in result.stdout
+
+
+def test_rounds_of_replicas_cost_time_and_bytes(script: Path, tmp_path: Path) -> None:
+    alone = simulate(script, "data=1", "--global-batch", "4")
+    result = simulate(script, "replica=4 sync=average(every=2)", "--global-batch", "16")
+    assert result.exit_code == 0, result.output
+    assert seconds(result.stdout) > seconds(alone.stdout)
+    assert ", rounds " in result.stdout and "sent by a rank: nothing" not in result.stdout
+    assert "replicas agree by average(every=2): for each step" in result.stdout
+    assert "updates old" not in result.stdout
 
 
 def test_a_hundred_thousand_ranks(script: Path) -> None:

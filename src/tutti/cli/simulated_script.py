@@ -57,7 +57,7 @@ def simulated(
             if svg is not None:
                 drawing.write_svg(made.estimate.timeline, svg)
         if trace is not None:
-            paths = write_traces(made.events, made.estimate.layout, made.estimate.seconds, trace)
+            paths = write_traces(made.events, made.estimate.layout, made.played, trace)
             text.append(f"{len(paths)} traces in {trace}: one rank of each pipeline rank")
         print("\n\n".join(text), flush=True)
 
@@ -79,7 +79,16 @@ def _summary(made: SimulatedRun, faults: Faults, layout: str) -> str:
             f"{one.seconds / made.sound:.3g} times as long as without the slow rank and links "
             f"({format_seconds(made.sound)})"
         )
+    if (rounds := made.rounds) is not None:
+        lines.append(
+            f"replicas agree by {rounds.strategy}: for each step {format_seconds(rounds.seconds)} in "
+            f"which they wait, {format_seconds(rounds.hidden_seconds)} beside steps, "
+            f"{format_nbytes(round(rounds.nbytes))} {rounds.link}"
+        )
     if made.workers is not None:
+        lines.append(
+            "pushes to servers and pulls from them have no bytes here, and no time but --serve-seconds"
+        )
         workers = made.workers
         lines.append(
             f"{workers.updates_per_second:.3g} updates a second; gradients are {workers.staleness:.3g} "

@@ -1,10 +1,11 @@
-"""A user's step on a clock, on any devices: its timeline, faults, failures, workers that do not wait."""
+"""A user's step on a clock, on any devices: its timeline, faults, failures, replicas, workers of servers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.runs.goodput import Reliability
 from tutti.planner.runs.worker_clock import WorkersPlayed, play_workers
 from tutti.planning.candidate_programs import CandidatePrograms, num_rows, with_rows
+from tutti.planning.replica_rounds import PricedRounds, priced_rounds
 from tutti.propagate.batch_dim import warn_of_micro, warn_of_uneven
 from tutti.replicas.replica_rows import rows as rows_of_replica
 from tutti.torch_private.pytrees import tree_flatten
@@ -45,9 +47,9 @@ class Recovery:
 class SimulatedRun:
     """A simulated step and run.
 
-    estimate: of a step. events: of one rank of each pipeline rank. sound: seconds of a step without faults.
-    reliability: with the best interval between checkpoints and its goodput. workers: of servers, with their
-    number.
+    estimate: of a step, with its share of rounds. events: of one rank of each pipeline rank. sound: seconds
+    of a step without faults. reliability: with the best interval between checkpoints and its goodput.
+    workers: of servers, with their number. rounds: of replicas without servers.
     """
 
     estimate: Estimate
@@ -55,6 +57,12 @@ class SimulatedRun:
     sound: float
     reliability: Reliability | None = None
     workers: WorkersPlayed | None = None
+    rounds: PricedRounds | None = None
+
+    @property
+    def played(self) -> float:
+        """Seconds of the events: of the step alone."""
+        return self.estimate.seconds - (self.rounds.seconds if self.rounds else 0.0)
 
 
 def simulated_run(
@@ -104,14 +112,20 @@ def simulated_run(
     machine = PricedMachine.of(_slower(cluster, faults.slow_link))
     slow = {_busiest(sound): faults.straggler} if faults.straggler > 1 else {}
     estimate, events = traced(program, machine, cut_at=job.cut, slow=slow)
-    workers = None
-    if layout.num_replicas > 1:
+    workers = rounds = None
+    sound_seconds = sound.seconds
+    if layout.num_replicas > 1 and not layout.server:
+        priced = partial(priced_rounds, program, layout, cut_at=job.cut)
+        sound_seconds += priced(cluster.topology, sound.seconds).seconds
+        rounds = priced(machine.topology, estimate.seconds)
+        estimate = rounds.added_to(estimate)
+    elif layout.server:
         times = [sound.seconds] * (layout.num_replicas - 1) + [estimate.seconds]
         workers = play_workers(times, serve, _ahead(layout))
     reliability = None
     if recovery is not None:
         reliability = Reliability(cluster.count, recovery.mtbf, recovery.save, recovery.restart)
-    return SimulatedRun(estimate, events, sound.seconds, reliability, workers)
+    return SimulatedRun(estimate, events, sound_seconds, reliability, workers, rounds)
 
 
 def _of_one_replica(layout: Layout) -> dict[str, int]:
@@ -119,11 +133,11 @@ def _of_one_replica(layout: Layout) -> dict[str, int]:
 
 
 def _ahead(layout: Layout) -> float:
-    """Rounds that a worker may be ahead of the slowest."""
+    """Rounds that a worker of servers may be ahead of the slowest."""
     name, _, bound = layout.sync.rstrip(")").partition("(")
     if name == "bounded":
         return float(bound or 1)
-    return 0.0 if name == "step" or not layout.server else math.inf
+    return 0.0 if name == "step" else math.inf
 
 
 def _busiest(estimate: Estimate) -> int:

@@ -26,14 +26,17 @@ _HOW = {
 class Exchange:
     """One kind of round.
 
-    steps: of the first and the second time. num_weights: number of weights in it. nbytes: the most bytes
-    that a rank sends in it, without its answers to others; of several pipeline ranks the most.
+    steps: those after which it begins, in some periods. num_weights: number of weights in it. message_nbytes:
+    of a rank's message; of several pipeline ranks the most. nbytes: the bytes that a rank sends in it,
+    without its answers to others. a_step: how often it begins, after the warm-up, for each step.
     """
 
     due: Round
     steps: tuple[int, ...]
     num_weights: int
+    message_nbytes: int
     nbytes: float
+    a_step: float
 
 
 def exchanges(program: Program, made: Timed | None = None) -> list[Exchange]:
@@ -48,7 +51,8 @@ def exchanges(program: Program, made: Timed | None = None) -> list[Exchange]:
         for due in strategy.rounds(step, count):
             kind = replace(due, begins=min(0, step - begin), lands=due.lands - due.begins)
             seen.setdefault(kind, []).append(step)
-    return [_exchange(program, strategy, k, steps, made) for k, steps in seen.items()]
+    often = {k: sum(step >= begin for step in steps) / len(later) for k, steps in seen.items()}
+    return [_exchange(program, strategy, k, seen[k], often[k], made) for k in seen]
 
 
 def rounds_text(program: Program, made: Timed | None = None) -> str:
@@ -72,7 +76,12 @@ def rounds_text(program: Program, made: Timed | None = None) -> str:
 
 
 def _exchange(
-    program: Program, strategy: Strategy, due: Round, steps: list[int], made: Timed | None
+    program: Program,
+    strategy: Strategy,
+    due: Round,
+    steps: list[int],
+    a_step: float,
+    made: Timed | None,
 ) -> Exchange:
     count = program.layout.num_replicas
     state = {s.name: s for s in program.captured.state}
@@ -92,7 +101,8 @@ def _exchange(
     ]
     members = due.group or count
     share = {MEAN: 2 * (members - 1) / members, CENTRE: (count - 1) / count}.get(due.kind, 1.0)
-    return Exchange(due, tuple(steps), len(names), max(each) * share)
+    most = max(each)
+    return Exchange(due, tuple(steps), len(names), most, most * share, a_step)
 
 
 def _nbytes(program: Program, names: Iterable[str], compression: str) -> int:
