@@ -55,6 +55,25 @@ def check_writable(
         ) from error
 
 
+def check_file(path: Path, what: str) -> None:
+    """Try to open a file (`what`) that a long command will write at its end.
+
+    Raises:
+        TuttiError: it cannot be written, or its folder is not there.
+    """
+    try:
+        there = path.exists()
+        path.open("a").close()
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise TuttiError(
+            f"cannot write {what} {path}",
+            why=str(error.strerror),
+            fix="a file in a folder that is there, and that you may write to",
+        ) from None
+
+
 def make_writable(folder: Path) -> None:
     """Make a folder, and try to write to it. Raises `OSError`."""
     folder.mkdir(parents=True, exist_ok=True)

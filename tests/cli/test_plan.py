@@ -156,6 +156,10 @@ def test_a_plan_is_saved(script: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "texts"),
     [
+        (
+            ["--devices", "4 x h100", "--save", "no/x"],
+            ["cannot write the plan no/x", "No such file"],
+        ),
         (["--devices", "4 x h1000"], ['unknown device "h1000"', "h100", "did you mean"]),
         (["--devices", "h100 x 4 x"], ["unknown device"]),
         (["--devices", "-2 x h100"], ["is -2 devices", 'such as "64 x h100"']),
@@ -178,6 +182,20 @@ def test_bad_input_is_refused(words: list[str], texts: list[str], script: Path) 
     assert result.exit_code == 2
     for text in texts:
         assert text in result.stderr
+
+
+def test_an_answer_comes_before_its_file(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder goes while the plan works."""
+    (folder := tmp_path / "plans").mkdir()
+    monkeypatch.setattr(
+        "tutti.cli.plan_layouts._progress", lambda *_: folder.exists() and folder.rmdir()
+    )
+    words = "--devices", "2 x h100", "--layout", "data=2 micro=1 remat=none"
+    result = plan(script, *words, "--save", str(folder / "plan.json"))
+    assert result.exit_code == 2
+    assert "data=2" in result.stdout and "cannot write the plan" in result.stderr
 
 
 def test_a_plan_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,13 @@ def test_a_hundred_thousand_ranks(script: Path) -> None:
         ("data=16", [], "8 x h100", "there are 8 devices"),
         ("data=2", ["--schedule", "zb"], "8 x h100", "do not go with a script"),
         ("data=2", [], "", "needs devices"),
+        ("data=2", ["--svg", "no/x.svg"], "2 x h100", "cannot write the image no/x.svg"),
+        (
+            "data=2",
+            ["--trace", "/dev/null/x"],
+            "2 x h100",
+            "no trace can be written to /dev/null/x",
+        ),
         ("data=2", ["--mtbf", "1e-7"], "2 x h100", "fails every 180 us never saves"),
         ("data=2 zero=9", [], "2 x h100", "not a level of ZeRO"),
     ],

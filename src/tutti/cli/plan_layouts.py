@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tutti.cli.script_options import SCRIPT, IsModule, ScriptArguments
+from tutti.durable import check_file
 from tutti.errors import PlanError
 from tutti.launch.script import Script
 
@@ -70,16 +71,14 @@ def plan(
 
     question = _question(devices, topology, global_batch, layout, memory, ranks, vary_precision)
     question = replace(question, every=as_json or diff is not None)
+    if save is not None:
+        check_file(save, "the plan")
 
     def seen(step: Step, batch: tuple[Any, ...]) -> PlanAnswer:
         return answer(step.mode.running.job, batch, question, seen=_progress)
 
     def show(made: PlanAnswer) -> None:
         _progress(0, 0)
-        if save is not None:
-            from tutti.version import VERSION
-
-            made.plan(VERSION, devices or "this machine").write(save)
         if as_json:
             print(json.dumps(as_records(made.ranking), indent=1), flush=True)
             for sentence in _not_listed(made, every=True):
@@ -87,6 +86,10 @@ def plan(
         else:
             print(_text(made, why, diff, top), flush=True)
         _ = made.ranking.best  # an error, if none fits
+        if save is not None:
+            from tutti.version import VERSION
+
+            made.plan(VERSION, devices or "this machine").write(save)
 
     look(script, script_args or [], "", seen, show)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tutti.durable import check_file, check_writable
 from tutti.errors import PlanError
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ def simulated(
     if not devices:
         raise PlanError("simulate needs devices", fix=f'--devices "{parsed.num_ranks} x h100"')
     cluster = cluster_of(devices)
+    if svg is not None:
+        check_file(svg, "the image")
+    if trace is not None:
+        check_writable(trace, "trace", "--trace with a folder that you may write to")
 
     def seen(step: Step, batch: tuple[Any, ...]) -> SimulatedRun:
         from dataclasses import replace
@@ -54,12 +59,12 @@ def simulated(
         text = [_summary(made, faults, str(parsed))]
         if made.estimate.timeline is not None:
             text.append(drawing.staircase(made.estimate.timeline))
-            if svg is not None:
-                drawing.write_svg(made.estimate.timeline, svg)
+        print("\n\n".join(text), flush=True)
+        if made.estimate.timeline is not None and svg is not None:
+            drawing.write_svg(made.estimate.timeline, svg)
         if trace is not None:
             paths = write_traces(made.events, made.estimate.layout, made.played, trace)
-            text.append(f"{len(paths)} traces in {trace}: one rank of each pipeline rank")
-        print("\n\n".join(text), flush=True)
+            print(f"\n{len(paths)} traces in {trace}: one rank of each pipeline rank", flush=True)
 
     look(script, arguments, "", seen, show)
 
