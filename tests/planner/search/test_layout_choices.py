@@ -93,6 +93,14 @@ def test_what_does_not_divide_is_refused(space: Space, text: str) -> None:
         space.layouts()
 
 
+@pytest.mark.parametrize(
+    "given", ["zero=1 data=2 zero=3", "schedule=gpipe schedule=zb", "data=2 data=2"]
+)
+def test_a_word_that_appears_twice_is_refused(given: str) -> None:
+    with pytest.raises(LayoutError, match="appears twice"):
+        Space(2, 8, given=given).layouts()
+
+
 def test_words_that_do_not_exist_are_refused() -> None:
     with pytest.raises(LayoutError, match="unknown word"):
         Space(4, 8, given="dat=2").layouts()

@@ -146,7 +146,7 @@ def doubled_divisors(number: int) -> list[int]:
 
 
 def words_of(text: str) -> dict[str, str]:
-    """The words of a layout by name: `{"zero": "zero=1"}`."""
+    """The words of a layout that `partial_layout` accepts, by name: `{"zero": "zero=1"}`."""
     return {word.partition("=")[0]: word for word in text.split()}
 
 
@@ -154,12 +154,12 @@ def partial_layout(text: str) -> Layout:
     """A layout of some words, to which axes will be added: `zero=1` and `schedule=zb` have no axis yet.
 
     Raises:
-        LayoutError: an unknown word or value.
+        LayoutError: an unknown word or value, or a word that appears twice.
     """
     words = words_of(text)
     for name, axis in (("zero", "data=2"), ("schedule", "pipe=2 micro=2")):
-        if name in words:
-            Layout.parse(f"{axis} {words[name]}")
+        own_words = [w for w in text.split() if w.partition("=")[0] == name]
+        Layout.parse(" ".join([axis, *own_words]))  # a word that appears twice, too
     rest = " ".join(w for w in text.split() if w.partition("=")[0] not in ("zero", "schedule"))
     own = Layout.parse(rest)
     zero = int(words["zero"].partition("=")[2]) if "zero" in words else 0
