@@ -98,7 +98,13 @@ DEVICE_EDITS = [
     ("bandwidth = { value = 3.35e12", "bandwidth = { value = 3350", "GB/s need e9"),
     ("kernel = { value = 5e-06", "kernel = { value = -5e-06", "kernel = -5e-06 is negative"),
     ("kernel = { value = 5e-06", "kernel = { value = 5", "kernel = 5 cannot be right"),
-    ("efficiency = { value = 0.8,", "efficiency = { value = 1.2,", "a share of the peak"),
+    ("efficiency = { value = 0.8,", "efficiency = { value = 1.2,", "0.01 to 1 of the peak"),
+    (
+        "processors = { value = 132",
+        "processors = { value = 1.5",
+        "possible are whole numbers from 1",
+    ),
+    ("capacity = { value = 8e10,", f"capacity = {{ value = {10**400},", "000 cannot be right"),
     ("efficiency = { value = 0.8,", "efficency = { value = 0.8,", "did you mean efficiency"),
     (
         "processors = { value = 132",
@@ -108,6 +114,12 @@ DEVICE_EDITS = [
     ("capacity = { value = 8e10,", "capacity = { size = 8e10,", 'unknown key "size"'),
     ("[memory]\n", "[memory]\ncolor = 1\n", 'unknown key "color"'),
     ("[[256, 128],", "[[256, 0],", "tiles must be a list of pairs"),
+    ("[[256, 128],", "[[inf, 128],", "tiles must be a list of pairs"),
+    ("[[256, 128],", "[[1e400, 128],", "tiles must be a list of pairs"),
+    ("[[256, 128],", "[[256.7, 128],", "tiles must be a list of pairs"),
+    ("[[256, 128],", '[["256", "128"],', "tiles must be a list of pairs"),
+    ("[[256, 128],", "[[256, 128, 1],", "tiles must be a list of pairs"),
+    ("[[256, 128],", "[[100000000000000, 1],", "from 1 to 65536"),
     ('topology = "dgx-h100"\n', "", "topology is missing"),
     ("[launch]", "[lunch]", "did you mean launch"),
     ('name = "NVIDIA H100 SXM"', "name = 7", "name must be a name"),
@@ -122,6 +134,22 @@ def test_a_wrong_device_is_refused(tmp_path: Path, old: str, new: str, expected:
         catalog.device(path)
     assert expected in str(error.value)
     assert path in str(error.value)
+
+
+@pytest.mark.parametrize("figure", ["devices_per_host", "adapters"])
+def test_a_host_has_whole_devices_and_adapters(tmp_path: Path, figure: str) -> None:
+    own = f"{figure} = {{ value = "
+    path = edited(tmp_path, "topologies", "dgx-h100", own + "8", own + "1.5")
+    with pytest.raises(PlanError, match=f"{figure} = 1.5 cannot be right") as error:
+        catalog.topology(path)
+    assert "possible are whole numbers from 1 to 100000" in str(error.value)
+
+
+@pytest.mark.parametrize("text", [b"# caf\xe9", b"a = " + 4000 * b"[", b"a = " + 5000 * b"1"])
+def test_what_is_no_toml_is_refused(tmp_path: Path, text: bytes) -> None:
+    (path := tmp_path / "mine.toml").write_bytes(text)
+    with pytest.raises(PlanError, match="the hardware file is not TOML"):
+        catalog.device(str(path))
 
 
 def test_a_sparse_peak_names_the_dense_one(tmp_path: Path) -> None:

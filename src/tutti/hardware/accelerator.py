@@ -113,7 +113,7 @@ def device_of(values: Mapping[str, Any], path: Path) -> Device:
         sparsity=table.optional("sparsity", Bounds(1, 8, "times the dense peak")),
         peak={name: peak.figure(name, _PEAK) for name in peak.values},
         matmul_efficiency=matmul.figure("efficiency", SHARE),
-        processors=matmul.figure("processors", Bounds(1, 100_000, "processors")),
+        processors=matmul.figure("processors", Bounds(1, 100_000, "processors", whole=True)),
         tiles=matmul.pairs("tiles"),
         cache_bandwidth=matmul.optional("cache_bandwidth", RATE),
         misaligned=matmul.optional("misaligned", _LONGER),

@@ -6,6 +6,7 @@ bandwidth = { value = 2.039e12, source = "NVIDIA A100 data sheet" }
 from __future__ import annotations
 
 import difflib
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -30,17 +31,19 @@ class Figure:
 
 
 class Bounds(NamedTuple):
-    """The possible values of a figure, their unit, and a hint for a value outside."""
+    """The possible values of a figure, their unit, a hint for a value outside, and whether it is a count."""
 
     low: float
     high: float
     unit: str
     hint: str = ""
+    whole: bool = False
 
 
-SHARE = Bounds(0.01, 1.0, "a share of the peak, 0.01 to 1")
+SHARE = Bounds(0.01, 1.0, "of the peak")
 SECONDS = Bounds(0.0, 0.1, "seconds", "a figure in microseconds needs e-6")
 RATE = Bounds(1e5, 5e13, "bytes per second", "a figure in GB/s needs e9")
+_LARGEST_TILE = 65_536
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -54,7 +57,7 @@ def read_table(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as error:
         raise PlanError("cannot read the hardware file", at=str(path), why=str(error)) from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also bytes that are no UTF-8, endless digits
         raise PlanError("the hardware file is not TOML", at=str(path), why=str(error)) from None
 
 
@@ -104,12 +107,14 @@ class FigureTable:
         value = found.values["value"]
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise PlanError(f"{key} is not a number: {value!r}", at=self.at)
-        if not bounds.low <= value <= bounds.high:
+        if not bounds.low <= value <= bounds.high or (bounds.whole and value % 1):
             what = "is negative" if value < 0 else "cannot be right"
+            shown = f"{value:.10g}" if abs(value) <= sys.float_info.max else str(value)
+            number = "whole numbers from " if bounds.whole else ""
             raise PlanError(
-                f"{key} = {value:g} {what}",
+                f"{key} = {shown} {what}",
                 at=self.at,
-                why=f"it is in {bounds.unit}, from {bounds.low:g} to {bounds.high:g}",
+                why=f"possible are {number}{bounds.low:g} to {bounds.high:g} {bounds.unit}",
                 fix=bounds.hint or "the figure of a data sheet or of a measurement, in this unit",
             )
         fitted = found.values.get("fitted", False)
@@ -120,15 +125,19 @@ class FigureTable:
         return self.figure(key, bounds) if key in self.values else None
 
     def pairs(self, key: str) -> tuple[tuple[int, int], ...]:
-        """Pairs of positive numbers: sizes of tiles."""
+        """Pairs of whole numbers: sizes of tiles.
+
+        Raises:
+            PlanError: they are missing, have no source, or are no such pairs.
+        """
         value = self._figure_table(key).values["value"]
-        try:
-            made = tuple((int(a), int(b)) for a, b in value)
-        except (TypeError, ValueError):
-            made = ()
-        if not made or min(min(pair) for pair in made) < 1:
-            raise PlanError(f"{key} must be a list of pairs such as [[256, 128]]", at=self.at)
-        return made
+        if not isinstance(value, list) or not value or not all(map(_is_tile, value)):
+            raise PlanError(
+                f"{key} must be a list of pairs such as [[256, 128]]",
+                at=self.at,
+                why=f"a tile has whole numbers of rows and columns, from 1 to {_LARGEST_TILE}",
+            )
+        return tuple((a, b) for a, b in value)
 
     def _figure_table(self, key: str) -> FigureTable:
         found = self._required(key)
@@ -148,3 +157,11 @@ class FigureTable:
         if key not in self.values:
             raise PlanError(f"{key} is missing", at=self.at, fix=CALIBRATE)
         return self.values[key]
+
+
+def _is_tile(pair: Any) -> bool:
+    return (
+        isinstance(pair, list)
+        and len(pair) == 2
+        and all(type(n) is int and 1 <= n <= _LARGEST_TILE for n in pair)
+    )

@@ -41,8 +41,10 @@ def topology_of(values: Mapping[str, Any], path: Path, link: Callable[[str], Lin
     table.only(("name", "devices_per_host", "inside", "between", "adapters"))
     return Topology(
         name=table.text("name"),
-        devices_per_host=table.figure("devices_per_host", Bounds(1, 100_000, "devices")),
+        devices_per_host=table.figure(
+            "devices_per_host", Bounds(1, 100_000, "devices", whole=True)
+        ),
         inside=link(table.text("inside")),
         between=link(table.text("between")),
-        adapters=table.figure("adapters", Bounds(1, 100_000, "adapters of a host")),
+        adapters=table.figure("adapters", Bounds(1, 100_000, "adapters of a host", whole=True)),
     )
