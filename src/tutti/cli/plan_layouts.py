@@ -66,11 +66,14 @@ def plan(
 ) -> None:
     """Rank every layout of SCRIPT's first training step by predicted time; runs nothing."""
     from tutti.cli.look import look
+    from tutti.layout import Layout
     from tutti.planning.layout_plan import answer
     from tutti.planning.plan_file import as_records
 
     question = _question(devices, topology, global_batch, layout, memory, ranks, vary_precision)
     question = replace(question, every=as_json or diff is not None)
+    for text in diff or ():
+        Layout.parse(text)
     if save is not None:
         check_file(save, "the plan")
 

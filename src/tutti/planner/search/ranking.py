@@ -89,10 +89,16 @@ class Ranking:
         for row in self.rows:
             if row.layout == wanted:
                 return row
-        why = dict(self.refused + self.left_out + self.beyond).get(
-            wanted, "it is not among the layouts of this plan"
+        own = dict(self.refused + self.left_out + self.beyond)
+        what, needed = f'no estimate of layout "{wanted}"', Layout.parse(layout).num_ranks
+        known = sorted({Layout.parse(x).num_ranks for x in (*own, *(r.layout for r in self.rows))})
+        if wanted in own or needed in known:
+            raise PlanError(what, why=own.get(wanted, "it is not among the layouts of this plan"))
+        raise PlanError(
+            what,
+            why=f"it has {needed} ranks, and the layouts of this plan have {' or '.join(map(str, known))}",
+            fix=f'--devices "{needed} x ...", or -n {needed} if there are more devices',
         )
-        raise PlanError(f'no estimate of layout "{wanted}"', why=why)
 
 
 @dataclass(frozen=True)
