@@ -69,6 +69,13 @@ def test_a_mistake_is_told_and_ends_with_2(words: str, what: str, tmp_path: Path
     assert result.stderr.startswith("ScheduleError: ") and what in result.stderr
 
 
+@pytest.mark.parametrize("option", ["--ranks", "--micro", "--chunks"])
+def test_numbers_below_one_are_refused(option: str) -> None:
+    words = ["--schedule", "1f1b", "--ranks", "2", "--micro", "2", option, "0"]
+    result = CliRunner().invoke(app, ["simulate", *words])
+    assert result.exit_code == 2 and "Invalid value" in result.stderr
+
+
 def test_an_image_that_cannot_be_written(tmp_path: Path) -> None:
     words = [
         "--schedule",

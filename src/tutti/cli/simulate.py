@@ -47,9 +47,9 @@ def simulate(
     schedule: Annotated[
         str, typer.Option(help="gpipe, 1f1b, interleaved, zb, zbv, or a schedule file.")
     ] = "",
-    ranks: Annotated[int | None, typer.Option(help="Ranks of the pipeline.")] = None,
-    micro: Annotated[int | None, typer.Option(help="Micro-batches of a step.")] = None,
-    chunks: Annotated[int, typer.Option(help="Stages per rank.")] = 1,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the pipeline.")] = None,
+    micro: Annotated[int | None, typer.Option(min=1, help="Micro-batches of a step.")] = None,
+    chunks: Annotated[int, typer.Option(min=1, help="Stages per rank.")] = 1,
     costs: Annotated[str, typer.Option(help="Time of each kind of action.")] = "F=1,I=1,W=1",
     transfer: Annotated[float, typer.Option(help="Time from rank to rank.")] = 0.0,
     svg: Annotated[Path | None, typer.Option(help="Also draw an SVG image here.")] = None,
