@@ -55,6 +55,21 @@ def invoke(*words: str | Path) -> Any:
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "--devices", "2 x h100"],
+        ["simulate", "--devices", "2 x h100", "--layout", "data=2"],
+        ["explain"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_batch_of_no_samples_is_refused_as_in_a_run(words: list[str], script: Path) -> None:
+    script.write_text(SCRIPT.replace("step(torch.randn(8, 8))", "step(torch.randn(0, 8))"))
+    made = invoke(*words, script)
+    assert made.exit_code == 2 and "the batch is empty: batch tensor 0" in made.stderr
+
+
 def test_verify_and_explain_take_the_precision(script: Path) -> None:
     """The evaluation before the first training step runs as the script has it."""
     layout = "data=2 zero=3 precision=bf16"

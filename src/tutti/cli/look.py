@@ -101,6 +101,7 @@ class _Looking(Generic[T]):
 
     def _answered(self, step: Step, batch: tuple[Any, ...]) -> int:
         try:
+            step.mode.running.job.refuse_empty(batch)
             made = self._seen(step, batch)
             os.chdir(self._folder)
             with self._output.shown():
