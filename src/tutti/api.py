@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,9 @@ def distribute(
             modules: `{"G": ..., "D": ...}`. Sharded parameters are `DTensor`s after the first call;
             `Step.whole` makes them whole for a block.
         optimizer: a `torch.optim.Optimizer`, a list, tuple or dict of them, or None.
-        layout: such as `"data=2 tensor=2 zero=1"`; by default that of `tutti run --layout`, else data
-            parallel over all ranks. `"auto"`, perhaps with fixed words: the first call chooses the fastest
-            that is predicted to fit these ranks.
+        layout: such as `"data=2 tensor=2 zero=1"`; by default that of `tutti run --layout` or `--plan`,
+            else data parallel over all ranks. `"auto"`, perhaps with fixed words: the first call chooses the
+            fastest that is predicted to fit these ranks.
         place: compute shardings by parameter-name pattern, one entry per dim:
             `{"*.q_proj.weight": "tensor, -"}`; a pattern of module names shards their outputs, as
             `tutti.shard_as` does. Axes that the layout lacks have no effect.
@@ -81,6 +82,8 @@ def distribute(
     if layout is None and optimizer is not None and (path := PLAN.read()):
         plan = _plan_of(Path(path), model)
         place = plan.place if place is None else place
+    elif optimizer is not None and (path := PLAN.read()):
+        _warn_of_plan(layout, Plan.read(Path(path)))
     if (given := _automatic(layout)) is not None:
         layout = ""
     return Step(
@@ -104,6 +107,17 @@ def _plan_of(path: Path, model: Any) -> Plan:
     _, module = as_one_module(lambda *_: None, model)
     plan.check(module, VERSION, int(os.environ.get("WORLD_SIZE", "1")), at=str(path))
     return plan
+
+
+def _warn_of_plan(layout: str | Layout | None, plan: Plan) -> None:
+    """Warn, on the first rank, of a script's own layout that is not the plan's."""
+    own = str(layout) if _automatic(layout) is not None else str(layout_now(layout))
+    if own != plan.layout and os.environ.get("RANK", "0") == "0":
+        warnings.warn(
+            f'the script gives distribute layout="{own}", so this step does not follow the plan of '
+            f'"{plan.layout or "one device"}": leave layout out of distribute, or run without the plan',
+            stacklevel=4,
+        )
 
 
 def _automatic(layout: str | Layout | None) -> str | None:

@@ -184,6 +184,21 @@ def test_bad_input_is_refused(words: list[str], texts: list[str], script: Path) 
         assert text in result.stderr
 
 
+def test_a_layout_of_the_script_does_not_follow_the_plan(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "--devices", "1 x h100", "--layout", "micro=1 remat=none"
+    assert plan(script, *words, "--save", str(tmp_path / "plan.json")).exit_code == 0
+    monkeypatch.setenv("TUTTI_PLAN", str(tmp_path / "plan.json"))
+    model = torch.nn.Linear(2, 2)
+    given = lambda *_: None, model, torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match='layout="tensor=2", so this step does not follow the'):
+        tutti.distribute(*given, "tensor=2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tutti.distribute(*given, Plan.read(tmp_path / "plan.json").layout)
+
+
 def test_an_answer_comes_before_its_file(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
