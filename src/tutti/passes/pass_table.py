@@ -15,7 +15,9 @@ from torch import fx
 
 from tutti.environment import WITHOUT
 from tutti.errors import LayoutError
+from tutti.graph.analysis.collective_scratch import NEAR, is_move
 from tutti.graph.analysis.liveness import peak_with_given
+from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import REDUCE, Body, graphs_of, loop
 from tutti.layout.budget import Budget
 from tutti.partition.partition import Program
@@ -144,6 +146,14 @@ def _sent_early(body: Body) -> Body:
     return body
 
 
+def _note_near(graph: fx.Graph, target: Target) -> None:
+    """Note the collectives between ranks that share memory."""
+    for one in graphs_of(graph):
+        for node in one.nodes:
+            if is_move(node) and collectives.axes_of(node) in target.shared:
+                node.meta[NEAR] = True
+
+
 def _alone(rewrite: Callable[[fx.Graph], object]) -> Rewrite:
     """A rewrite that reads only the graph."""
     return lambda graph, setting: rewrite(graph)
@@ -193,6 +203,7 @@ PASSES = (
     Pass("wait_for_readers", _alone(wait_for_readers), needed=True),
     Pass("leave_buffers", _alone(leave_buffers), needed=True),
     Pass("place_buffers", _alone(place_buffers), needed=True),
+    Pass("note_near", _aimed(_note_near), needed=True),
 )
 
 

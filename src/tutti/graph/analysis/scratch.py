@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.fx.node import map_arg
 
+from tutti.graph.analysis.collective_scratch import borrowed_by_move, is_move
 from tutti.graph.analysis.storage import Storages
 from tutti.graph.ops import collectives
 from tutti.graph.ops.ctc import ctc_loss, ctc_slopes
@@ -34,9 +35,10 @@ def borrowed(node: fx.Node, storages: Storages) -> int:
     Measured on CPUs, where PyTorch's allocator sees them; a GPU's libraries keep their own workspaces.
     """
     borrow = _BORROWED.get(node.target)
-    if borrow is None:
+    if borrow is None and not is_move(node):
         return 0
-    return borrow(map_arg(node.args, storages.fakes.__getitem__), storages.fakes[node])
+    operands, result = map_arg(node.args, storages.fakes.__getitem__), storages.fakes[node]
+    return borrowed_by_move(node, operands, result) if borrow is None else borrow(operands, result)
 
 
 def _convolution(operands: tuple[Any, ...], result: Any) -> int:
@@ -52,7 +54,7 @@ def _convolution_backward(operands: tuple[Any, ...], result: Any) -> int:
 
 def _matmul(operands: tuple[Any, ...], result: Any) -> int:
     """A contiguous copy of a transposed left operand; strips of the right one are small."""
-    return _laid_out(operands[0], 0)
+    return 0 if operands[0].is_contiguous() else operands[0].nbytes
 
 
 def _elements(operands: tuple[Any, ...], result: Any) -> int:
@@ -79,31 +81,6 @@ def _hash(operands: tuple[Any, ...], result: Any) -> int:
     """The hash and its scratch, a chunk at a time; and the mask, where the result is not boolean."""
     mask = 0 if result.dtype == torch.bool else result.numel()
     return 2 * _INT32 * min(result.numel(), CHUNK_CPU) + mask
-
-
-def _all_gather(operands: tuple[Any, ...], result: Tensor) -> int:
-    """Gloo's own buffer, then the parts in rank order, unless these are the result."""
-    x, _, dim, outer = operands
-    gloo = result.nbytes if result.device.type == "cpu" else 0
-    joined = 0 if dim == 0 and outer == 1 else result.nbytes
-    return max(_laid_out(x, 0) + gloo, joined)
-
-
-def _reduce_scatter(operands: tuple[Any, ...], result: Tensor) -> int:
-    """The parts to send, and those received, before their sum."""
-    x, _, dim, outer = operands[:4]
-    return _laid_out(x, dim, outer) + x.nbytes
-
-
-def _all_to_all(operands: tuple[Any, ...], result: Tensor) -> int:
-    x, _, split_dim, split_outer, cat_dim, cat_outer = operands
-    joined = 0 if cat_dim == 0 and cat_outer == 1 else result.nbytes
-    return _laid_out(x, split_dim, split_outer) + joined
-
-
-def _laid_out(x: Tensor, dim: int, outer: int = 1) -> int:
-    """A copy with adjacent parts, where those of `x` are not adjacent."""
-    return 0 if dim == 0 and outer == 1 and x.is_contiguous() else x.nbytes
 
 
 def _expert_mm(operands: tuple[Any, ...], result: Any) -> int:
@@ -146,7 +123,4 @@ _BORROWED: dict[Any, Borrow] = {
     to_filled: lambda operands, result: _positions(operands[1:], result),
     from_experts: _from_experts,
     collectives.draw_part: _hash,
-    collectives.all_gather: _all_gather,
-    collectives.reduce_scatter: _reduce_scatter,
-    collectives.all_to_all: _all_to_all,
 }
