@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import math
@@ -35,6 +36,7 @@ from tutti.passes.bucket import BUCKET_NBYTES
 from tutti.pipeline.ready import in_time
 from tutti.planner.memory import predict, predict_pipe_ranks
 from tutti.propagate.plan import plan
+from ways import GLOO, by
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 gpt: Any = importlib.import_module("gpt")
@@ -124,9 +126,10 @@ def capture_of(name: str) -> None:
     played(name, "", 2)
 
 
-def predicted_and_measured(name: str, layout: str) -> tuple[int, int]:
+def predicted_and_measured(name: str, layout: str, way: str = "") -> tuple[int, int]:
     """Bytes at the peak of a later call, beside those held before it."""
-    step, batch = played(name, layout, 2)
+    with by(way) if way else contextlib.nullcontext():
+        step, batch = played(name, layout, 2)
     assert step._last is not None
     execution = step._last.execution
     predicted = predict(execution.program, execution.graph).call_nbytes
@@ -135,12 +138,12 @@ def predicted_and_measured(name: str, layout: str) -> tuple[int, int]:
     return predicted, measured
 
 
-def check(ranks: Ranks, name: str, layout: str) -> None:
+def check(ranks: Ranks, name: str, layout: str, way: str = "") -> None:
     """Of every rank. A busy host counts one call in thousands wrong: then the middle of three counts."""
     captured, n = ranks.after(capture_of, name), Layout.parse(layout).num_ranks
 
     def measure() -> list[tuple[int, int]]:
-        return captured.run(predicted_and_measured, name, layout, n=n)
+        return captured.run(predicted_and_measured, name, layout, way, n=n)
 
     found = [measure()]
     if any(predicted != pytest.approx(measured, rel=TOLERANCE) for predicted, measured in found[0]):
@@ -176,6 +179,14 @@ def test_on_two_ranks(ranks: Ranks, name: str, layout: str) -> None:
 def test_packed_collectives(ranks: Ranks, layout: str) -> None:
     """A sum of small tensors packs them; its results lie in one piece."""
     check(ranks, "many small", layout)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [*itertools.product(["many small", "wide"], LAYOUTS[::3])]
+)
+def test_without_shared_memory(ranks: Ranks, name: str, layout: str) -> None:
+    """Collectives run beside the computation: their results exist from the start, and are measured."""
+    check(ranks, name, layout, GLOO)
 
 
 TIMED = ["pipe=2 micro=4", "pipe=2 micro=4 schedule=gpipe", "pipe=2 micro=4 schedule=zb"]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tutti.comm.collectives.background import in_calling_thread
 from tutti.errors import TuttiError
 from tutti.torch_private.native_log import native_warnings_off
 from tutti.torch_private.profilers import profiler_is_used
@@ -21,8 +22,9 @@ def peak_nbytes(call: Callable[[], Any], device: torch.device | str = "cpu") -> 
 
     On a GPU, the count of PyTorch's caching allocator. On a CPU, the sum over every allocation and release
     that PyTorch's allocator reports: without the libraries' own memory, and without the noise of resident
-    pages. It does not report releases by a thread of Gloo, so a call with collectives may sometimes seem to
-    take more than it does.
+    pages. It reports the calling thread only, so collectives that overlap the computation run there
+    meanwhile. It does not report releases by a thread of Gloo, so a call with collectives may sometimes
+    seem to take more than it does.
 
     Raises:
         TuttiError: on a CPU, inside of a profiler: a second one would end it, and its events would be lost.
@@ -43,6 +45,7 @@ def peak_nbytes(call: Callable[[], Any], device: torch.device | str = "cpu") -> 
     cpu = [ProfilerActivity.CPU]
     with (
         native_warnings_off(),
+        in_calling_thread(),
         profile(activities=cpu, profile_memory=True, acc_events=True) as seen,
     ):
         result = call()

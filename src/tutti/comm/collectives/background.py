@@ -6,7 +6,8 @@ runs them. A blocking collective goes through the same queue, so all ranks run t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,20 @@ class Underway:
     event: Any = None
 
 
+_at_once = False
+
+
+@contextlib.contextmanager
+def in_calling_thread() -> Iterator[None]:
+    """Within it collectives of CPU tensors end where they start: this thread's profiler sees their memory."""
+    global _at_once
+    before, _at_once = _at_once, True
+    try:
+        yield
+    finally:
+        _at_once = before
+
+
 class Background:
     """One queue of collectives, for CPU and for CUDA tensors."""
 
@@ -34,11 +49,16 @@ class Background:
         self._streams: dict[torch.device, Any] = {}
         self._pending = 0
 
-    def start(self, move: Work, operands: Sequence[Tensor]) -> Underway:
-        """Begin `move()`; its `operands` must stay as they are until `finish`."""
+    def start(self, move: Work, operands: Sequence[Tensor], *, alike: bool = False) -> Underway:
+        """Begin `move()`; its `operands` must stay as they are until `finish`.
+
+        alike: all ranks of the group run the same program, so none waits for another before its own start.
+        """
         device = operands[0].device
         if device.type == "cuda":
             return self._start_on_stream(move, operands, device)
+        if _at_once and alike and not self._pending:
+            return Underway(results=move())
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="tutti-collectives")
         self._pending += 1
@@ -50,6 +70,8 @@ class Background:
             self._pending -= 1
             return underway.future.result()
         assert underway.results is not None
+        if underway.event is None:
+            return underway.results
         now = torch.cuda.current_stream(underway.results[0].device)
         now.wait_event(underway.event)
         for x in underway.results:

@@ -53,7 +53,8 @@ class ProcessGroups(InCollective, ByDim):
 
     def start(self, move: Move, xs: Sequence[Tensor]) -> Underway:
         """Begin `move` on `xs`; `finish` waits for it."""
-        return self._background.start(functools.partial(self._played, move, xs), xs)
+        alike = "pipe" not in move.axes  # the stages of a pipeline run different programs
+        return self._background.start(functools.partial(self._played, move, xs), xs, alike=alike)
 
     def finish(self, underway: Underway, xs: Sequence[Tensor]) -> list[Tensor]:
         """The results of the move that `start` began with `xs`."""
