@@ -77,13 +77,11 @@ class Unanimous:
         return self.each(what, act if self.leads else lambda: "")[0]
 
 
-def ranks_of(group: dist.ProcessGroup | None = None) -> Unanimous:
+def ranks_of(group: Group | None = None) -> Unanimous:
     """The ranks of `group`, by default all ranks of the run."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return Unanimous(None)
-    if group is None:
-        return Unanimous(Group.world())
-    return Unanimous(Group.of(group, tuple(dist.get_process_group_ranks(group)), dist.get_rank()))
+    if group is None and dist.is_initialized():
+        group = Group.world()
+    return Unanimous(group if group is not None and group.size > 1 else None)
 
 
 def parts_of(error: TuttiError) -> list[str]:

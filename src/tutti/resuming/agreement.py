@@ -26,6 +26,7 @@ class Agreement:
     A single rank acts at once. If a replica is lost, the remaining ones go on voting.
 
     Attributes:
+        leads: whether this is the first remaining rank.
         num_votes: how many rounds there were; the same on all ranks.
     """
 
@@ -57,6 +58,8 @@ class Agreement:
             vote |= _LONG
         self.num_votes, self._num_ticks, self._since = self.num_votes + 1, 0, now
         found = self._take(self._votes)
+        if self._votes is None:  # the others are lost since
+            return (vote & ~_LONG) | state
         self._votes.give((vote & ~(found & ~_LONG)) | state)
         if not self._apart and not self._votes.shared and self.num_votes > 2:
             self._period = 1 if found & _LONG else SHORT_STEPS
@@ -69,10 +72,10 @@ class Agreement:
             running = self._running
             if not replica_checkpoint.lost_since(running, self._left):
                 raise
+            replica_checkpoint.drop_group(running, self._left)
             self._left = replica_checkpoint.replicas_left(running)
-            replica_checkpoint.drop_group(running)
             group = replica_checkpoint.group_of(running, self._left)
             assert group is not None
-            ranks = tuple(dist.get_process_group_ranks(group))
-            self._votes = votes_of(Group.of(group, ranks, dist.get_rank()), NAME)
+            self.leads = group.position == 0
+            self._votes = votes_of(group, NAME) if group.size > 1 else None
             return 0

@@ -20,7 +20,8 @@ from tutti.calls.running import Running
 from tutti.capture.state.lift import state_of
 from tutti.checkpoint.files import Reading
 from tutti.checkpoint.unanimous import ranks_of
-from tutti.comm.collectives.group import collective_timeout
+from tutti.comm.collectives.fresh_group import fresh_group
+from tutti.comm.collectives.group import Group
 from tutti.environment import RUN_DIR
 from tutti.errors import CheckpointError
 from tutti.launch.records import GivenUp, write_record
@@ -50,28 +51,30 @@ def saved_as(running: Running) -> str:
 _LOSS_SECONDS, _LOOK_SECONDS = 10.0, 0.02
 
 
-def group_of(running: Running, left: Sequence[int]) -> dist.ProcessGroup | None:
+def group_of(running: Running, left: Sequence[int]) -> Group | None:
     """The group of these replicas' ranks for a save; None without replicas.
 
-    It is for saves alone: after the loss of a rank in one, `drop_group` wakes the others.
+    It is for saves alone. A group with other replicas is dropped, which wakes ranks that still wait in it.
+
+    Raises:
+        CommError: the ranks cannot make a group within `TUTTI_TIMEOUT`. A replica alone has one
+            from its start.
     """
     agreeing = running.agreeing
     if agreeing is None or agreeing.team is None or not dist.is_initialized():
         return None
-    if agreeing.saving is None or agreeing.saving[0] != tuple(left):
-        mesh = running.job.layout.mesh
-        ranks = [r for r in range(mesh.num_ranks) if mesh.coordinates(r)["replica"] in left]
-        group = dist.new_group(ranks, timeout=collective_timeout(), use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        agreeing.saving = tuple(left), group
-    return agreeing.saving[1]
+    for replicas in [found for found in agreeing.saving if not {*found} <= {*left}]:
+        drop_group(running, replicas)
+    if tuple(left) not in agreeing.saving:
+        agreeing.saving[tuple(left)] = fresh_group(agreeing.ranks_of(left))
+    return agreeing.saving[tuple(left)]
 
 
-def drop_group(running: Running) -> None:
-    """Destroy a broken group. The next one has fewer ranks: its name must be new."""
-    if running.agreeing is not None and running.agreeing.saving is not None:
-        dist.destroy_process_group(running.agreeing.saving[1])
-        running.agreeing.saving = None
+def drop_group(running: Running, left: Sequence[int]) -> None:
+    """Destroy the broken group of these replicas' ranks."""
+    group = running.agreeing.saving.pop(tuple(left), None) if running.agreeing is not None else None
+    if group is not None and group.handle is not None:
+        dist.destroy_process_group(group.handle)
 
 
 def lost_since(running: Running, left: Sequence[int]) -> bool:

@@ -24,6 +24,7 @@ from tutti.checkpoint.owner_lock import OwnerLock
 from tutti.checkpoint.share_plans import share_planner
 from tutti.checkpoint.state_names import check_names
 from tutti.checkpoint.unanimous import Unanimous, ranks_of
+from tutti.comm.collectives.group import collective_timeout
 from tutti.errors import CheckpointError, CommError
 from tutti.launch.ranks import ensure_process_group
 from tutti.remote_paths import is_of_one_process, is_remote
@@ -145,7 +146,7 @@ def by_ranks_left(running: Running, act: Callable[[Unanimous], None]) -> None:
         except CommError:
             if not replica_checkpoint.lost_since(running, left):
                 raise
-            replica_checkpoint.drop_group(running)
+            replica_checkpoint.drop_group(running, left)
 
 
 def write_state(
@@ -213,8 +214,9 @@ def _json(extra: dict[str, Any]) -> str:
 _LOCKS: WeakKeyDictionary[Any, dict[Path, OwnerLock]] = WeakKeyDictionary()
 # A run with a new folder for each save does not reuse them.
 _MOST_LOCKS = 8
-# How long a save waits for the lock of a lost rank: the launcher ends that rank meanwhile.
-_LOST_SECONDS = 15.0
+# How long a save waits for the lock of a lost rank, which the launcher ends meanwhile: at most, and as a part
+# of the time that the other ranks wait for this one.
+_LOST_SECONDS, _LOST_PART = 15.0, 0.5
 
 
 def open_for(running: Running, path: Path) -> OwnerLock:
@@ -229,8 +231,8 @@ def open_for(running: Running, path: Path) -> OwnerLock:
             why="the other ranks write their shares elsewhere",
             fix="a folder that all ranks see",
         )
-    seconds = _LOST_SECONDS if replica_checkpoint.give_up_lost(running) else 0.0
-    return open_folder(path, seconds)
+    seconds = min(_LOST_SECONDS, _LOST_PART * collective_timeout().total_seconds())
+    return open_folder(path, seconds if replica_checkpoint.give_up_lost(running) else 0.0)
 
 
 def _own(running: Running, path: Path) -> str:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tutti.capture.state.lift import StateTensor, optimizers_of, state_of
-from tutti.comm.collectives.group import collective_timeout
+from tutti.comm.collectives.fresh_group import fresh_group
+from tutti.comm.collectives.group import Group
 from tutti.environment import RUN_DIR
 from tutti.job import Job
 from tutti.launch.records import ReplicaJoined, write_record
@@ -30,6 +31,7 @@ class Agreeing:
     before the first call of such a program. A mean over all replicas includes floating buffers (running
     statistics); each replica keeps its own optimizer slots.
 
+    `saving` has the groups of ranks that save together, by their replicas.
     `unread` is a checkpoint to resume from once the first call has laid out the state.
     """
 
@@ -37,7 +39,7 @@ class Agreeing:
         self.job, self.layout = job, job.layout
         self.strategy = strategies.parse(job.layout.sync)
         self.team: Team | None = None
-        self.saving: tuple[tuple[int, ...], dist.ProcessGroup] | None = None
+        self.saving: dict[tuple[int, ...], Group] = {}
         self.unread: Path | None = None
 
     @property
@@ -53,11 +55,23 @@ class Agreeing:
         """Begin the strategy after the layout of the state; all ranks call together."""
         self.team = Team(self.strategy, self.layout.mesh, run_device(self.job.model))
         self.team.start({s.name: local_of(s.tensor) for s in self.here()})
-        group = dist.new_group(timeout=collective_timeout())
-        assert isinstance(group, dist.ProcessGroup)
-        self.saving = tuple(range(self.layout.num_replicas)), group
+        self._make_groups()
         if run_dir := RUN_DIR.read():
             write_record(Path(run_dir), ReplicaJoined(dist.get_rank(), self.replica))
+
+    def _make_groups(self) -> None:
+        """Make the groups for saves of all replicas, and of this one alone.
+
+        It may lose all others at once, and the run's store with them.
+        """
+        replicas = range(self.layout.num_replicas)
+        self.saving[tuple(replicas)] = fresh_group(self.ranks_of(replicas))
+        self.saving[self.replica,] = fresh_group(self.ranks_of([self.replica]))
+
+    def ranks_of(self, replicas: Collection[int]) -> list[int]:
+        """The ranks of these replicas, ascending."""
+        mesh = self.layout.mesh
+        return [r for r in range(mesh.num_ranks) if mesh.coordinates(r)["replica"] in replicas]
 
     def before(self, step: int, trained: Shapes) -> None:
         """Let the parameters join that `step` trains first; `trained` are all that it trains."""

@@ -44,6 +44,19 @@ def test_all_ranks_read_the_union_of_the_last_round(ranks: Ranks, kind: type) ->
     assert ranks.run(rounds, shared, n=4) == [(kind.__name__, unions)] * 4
 
 
+def after_other_groups() -> list[int]:
+    """The first votes between hosts, after ranks 1 and 2 have been in a group without rank 0."""
+    dist.new_group([1, 2])
+    with mock.patch.dict(os.environ, {"TUTTI_SHARED_MEMORY": "off", "TUTTI_TIMEOUT": "5"}):
+        votes = votes_of(Group.world(), "tick")
+    votes.give(1 << dist.get_rank())
+    return [votes.take()]
+
+
+def test_ranks_may_have_been_in_different_groups(ranks: Ranks) -> None:
+    assert ranks.run(after_other_groups, n=3) == [[7]] * 3
+
+
 def alone() -> str:
     """The error of rank 0, whose peer does not vote."""
     with mock.patch.dict(os.environ, {"TUTTI_TIMEOUT": "1"}):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -54,32 +54,36 @@ def comm_error(
     A group of two knows which rank is gone; a larger one names the candidates. `tutti run` sees
     every rank's end and names it in its report. `with_line` adds the line of the user's program.
     """
-    message = str(exc).strip()
-    # Gloo appends advice that holds for any program.
-    reason = message.splitlines()[0].split(". This is typically")[0] if message else repr(exc)
+    message, reason = str(exc).strip(), reason_of(exc)
     peers = [rank for i, rank in enumerate(group.ranks) if i != group.position]
     if isinstance(exc, PeerLost | PeerLate | PeerDiffers):  # these know which
         peers = list(exc.ranks)
     waiting = f"rank {group.ranks[group.position]} in {Wait(name, axes, nbytes, 0.0)}"
     if isinstance(exc, PeerDiffers):
         return CommError(
-            f"{_ranks(peers)} came to another collective than {waiting}",
+            f"{named_ranks(peers)} came to another collective than {waiting}",
             why=reason,
             fix="give every rank the same model, batch shapes and layout",
         )
     if lost_peer(message):
         sure = len(peers) == 1 or isinstance(exc, PeerLost)
-        gone = f"{_ranks(peers)} {'is' if len(peers) == 1 else 'are'} gone"
-        gone = gone if sure else f"one of {_ranks(peers)} is gone"
+        gone = f"{named_ranks(peers)} {'is' if len(peers) == 1 else 'are'} gone"
+        gone = gone if sure else f"one of {named_ranks(peers)} is gone"
         return CommError(f"{gone}; it left {waiting}", why=reason)
     if _TIMED_OUT.search(message):
         seconds = collective_timeout().total_seconds()
         return CommError(
-            f"{_ranks(peers)} did not join {waiting} within {seconds:g} s",
+            f"{named_ranks(peers)} did not join {waiting} within {seconds:g} s",
             why=reason,
             fix="if a rank is only slow, set TUTTI_TIMEOUT to more seconds",
         )
     return CommError(f"{waiting} failed", why=reason)
+
+
+def reason_of(exc: BaseException) -> str:
+    """The first line of an engine's message, without Gloo's advice, which holds for any program."""
+    message = str(exc).strip()
+    return message.splitlines()[0].split(". This is typically")[0] if message else repr(exc)
 
 
 @contextmanager
@@ -106,5 +110,6 @@ def now_seconds() -> float:
     return time.monotonic()
 
 
-def _ranks(ranks: list[int]) -> str:
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Such as "rank 1", "ranks 0, 2"."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

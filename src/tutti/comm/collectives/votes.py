@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tutti.comm.collectives.exchange import exchange_texts
 from tutti.comm.collectives.failure import comm_error
+from tutti.comm.collectives.fresh_group import fresh_group
 from tutti.comm.collectives.group import Group, collective_timeout
 from tutti.comm.host.segment import Exchange, SharedMemoryError, make_segment, memory_host
 from tutti.comm.host.signals import LINE, Signals
@@ -155,11 +156,6 @@ def votes_of(group: Group, name: str) -> NamedVotes:
             return NamedVotes(SharedVotes(group.ranks, group.position, pids, exchange), group, name)
         except SharedMemoryError:
             pass
-    made = dist.new_group(
-        list(group.ranks),
-        timeout=collective_timeout(),
-        backend="gloo",
-        use_local_synchronization=True,
-    )
-    assert isinstance(made, dist.ProcessGroup)
+    made = fresh_group(group.ranks, backend="gloo").handle
+    assert made is not None
     return NamedVotes(SentVotes(made), group, name)
