@@ -54,6 +54,12 @@ def test_an_error_of_gloo_outside_of_a_known_collective_has_a_cause_elsewhere() 
     assert first_cause([end(0, 1, own), end(1, -9, seen=Seen(ended=0.7))]).rank == 0
 
 
+def test_a_rank_that_others_waited_for_had_left_in_good_order() -> None:
+    ends = [end(0, 1, late(0, 9.0)), end(1, 0, ended=Exit(1, 0, 2.0))]
+    assert first_cause(ends).rank == 1 and exit_code(ends) == 1
+    assert first_cause([ends[0], end(1, 0, ended=Exit(1, 0, 9.5))]).rank == 0
+
+
 def test_the_first_of_several_failures_is_shown_alone() -> None:
     failures = [
         Failure(r, "ValueError", f"ValueError: {r}", 10.0 - r, line="a.py:1") for r in (0, 1)

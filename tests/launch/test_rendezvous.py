@@ -2,33 +2,82 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tutti.environment import RUN_DIR
-from tutti.errors import TuttiError
-from tutti.launch.ranks import _rendezvous
+from tutti.errors import CommError, TuttiError
+from tutti.launch.ranks import _meet, _rendezvous
+
+
+def of_torchrun(monkeypatch: pytest.MonkeyPatch, restart: int = 0, hosts: int = 1) -> None:
+    """The variables of a rank of torchrun whose agent keeps the store."""
+    store = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}
+    attempt = {"TORCHELASTIC_RESTART_COUNT": str(restart), "GROUP_WORLD_SIZE": str(hosts)}
+    for name, value in (store | attempt).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(RUN_DIR.name, raising=False)
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
 
 
 @pytest.mark.parametrize("given", [None, ""])
 def test_under_torchrun_no_file_is_left(
-    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    given: str | None, agent: dist.TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file in the working directory would hold the addresses of the run before."""
     monkeypatch.chdir(tmp_path)
+    of_torchrun(monkeypatch)
     monkeypatch.delenv(RUN_DIR.name, raising=False)
     if given is not None:
         monkeypatch.setenv(RUN_DIR.name, given)
-    assert _rendezvous(0, 0, 2) == {"init_method": "env://"}
+    _rendezvous(0, 0, 2).set("a", "b")
+    assert agent.check(["tutti/0/a"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_after_a_restart_find_no_address_of_those_before(
+    agent: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On several hosts the agents count restarts differently, and ranks must meet."""
+    found = []
+    for restart, hosts in ((0, 1), (1, 1), (0, 2), (1, 2)):
+        of_torchrun(monkeypatch, restart, hosts)
+        store = _rendezvous(0, 0, 2)
+        found.append(store.check(["address"]))
+        store.set("address", "of a rank")
+    assert found == [False, False, False, True]
+
+
+@pytest.mark.parametrize("under", ["tutti run", "torchrun"])
+def test_a_rank_that_does_not_come_is_named(
+    under: str, agent: dist.TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_torchrun(monkeypatch)
+    if under == "tutti run":
+        monkeypatch.setenv(RUN_DIR.name, str(tmp_path))
+    monkeypatch.setenv("TUTTI_TIMEOUT", "1")
+    with pytest.raises(CommError, match=r"^ranks 0, 2 did not come to rank 1 at the start .* 1 s"):
+        _meet(0, 1, 3)
+    assert not dist.is_initialized()
 
 
 def test_under_tutti_run_it_is_in_the_directory_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(RUN_DIR.name, str(tmp_path))
-    assert set(_rendezvous(0, 0, 2)) == {"store", "rank", "world_size"}
+    _rendezvous(0, 0, 2).set("a", "b")
+    assert [path.name for path in tmp_path.iterdir()] == ["ranks.store"]
 
 
 @pytest.mark.parametrize("name", ["gone", "file", "closed"])

@@ -154,9 +154,12 @@ def first_cause(ends: list[RankEnd]) -> RankEnd:
         return (end.succeeded, victim, end.seconds)
 
     cause = min(ends, key=order)
-    left_early = [end for end in ends if end.left_early]
-    # Only ranks that lost a peer failed: the peer had ended in good order.
-    if cause.is_victim and cause.failure is not None and left_early:
+    failure = cause.failure
+    left_early = [
+        end for end in ends if end.left_early and (cause.is_victim or end.seconds < cause.seconds)
+    ]
+    # Only ranks that lost a peer, or waited for one, failed: the peer had ended in good order before.
+    if failure is not None and (cause.is_victim or failure.is_comm) and left_early:
         return left_early[0]
     return cause
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tutti.comm.collectives.failure import named_ranks, reason_of
 from tutti.comm.collectives.group import collective_timeout
 from tutti.environment import RUN_DIR, check_seconds
-from tutti.errors import TuttiError
+from tutti.errors import CommError, TuttiError
 from tutti.launch.waits import watch_waits
 
 LEAVE_SECONDS = 0.1
@@ -23,6 +24,9 @@ def ensure_process_group() -> bool:
 
     Gloo on CPU; NCCL for CUDA tensors. Collectives wait `TUTTI_TIMEOUT` seconds at most. Returns whether
     this process is one rank of several.
+
+    Raises:
+        CommError: a rank does not come within `TUTTI_TIMEOUT`, or ranks cannot connect.
     """
     check_seconds()
     if dist.is_initialized():
@@ -31,11 +35,50 @@ def ensure_process_group() -> bool:
     if world_size == 1 or not dist.is_available():
         return False
     group, rank = divmod(int(os.environ["RANK"]), world_size)
-    where = _rendezvous(group, rank, world_size)
     watch_waits()
-    dist.init_process_group(_backend(), timeout=collective_timeout(), **where)
+    _meet(group, rank, world_size)
     atexit.register(leave)
     return True
+
+
+def _meet(group: int, rank: int, world_size: int) -> None:
+    """Join the process group; each rank notes in the store that it is here."""
+    store = None
+    try:
+        store = _rendezvous(group, rank, world_size)
+        store.set(_here(rank), "")
+        words = {"store": store, "rank": rank, "world_size": world_size}
+        dist.init_process_group(_backend(), timeout=collective_timeout(), **words)
+    except RuntimeError as error:
+        missing = [] if store is None else _missing(store, world_size)
+        raise _not_met(error, rank, missing) from error
+
+
+def _here(rank: int) -> str:
+    return f"here/{rank}"
+
+
+def _missing(store: Any, world_size: int) -> list[int]:
+    """The ranks that have not come to the store; none if it no longer answers."""
+    try:
+        return [rank for rank in range(world_size) if not store.check([_here(rank)])]
+    except RuntimeError:
+        return []
+
+
+def _not_met(error: RuntimeError, rank: int, missing: list[int]) -> CommError:
+    seconds = collective_timeout().total_seconds()
+    if missing:
+        return CommError(
+            f"{named_ranks(missing)} did not come to rank {rank} at the start within {seconds:g} s",
+            why=reason_of(error),
+            fix="if a rank is only slow, set TUTTI_TIMEOUT to more seconds",
+        )
+    return CommError(
+        f"rank {rank} cannot meet the other ranks at the start of the run",
+        why=reason_of(error),
+        fix="see that all ranks live, and reach each other by the interface that GLOO_SOCKET_IFNAME names",
+    )
 
 
 def _backend() -> str:
@@ -56,17 +99,26 @@ def choose_gpu() -> None:
         torch.cuda.set_device(local_rank)
 
 
-def _rendezvous(group: int, rank: int, world_size: int) -> dict[str, Any]:
-    """Ranks of `tutti run` meet in a file of the run's own directory, without a listening socket.
+def _rendezvous(group: int, rank: int, world_size: int) -> Any:
+    """The store of the run: of `tutti run`, a file of the run's own directory, without a listening socket.
 
     With servers each worker's ranks are a separate group, and never meet those of another.
+
+    torchrun keeps one store over its restarts, with the addresses of ranks that have ended. On one host the
+    number of restarts tells them apart; agents of several hosts count them differently.
 
     Raises:
         TuttiError: there is no such directory, or this process cannot write there.
     """
     run_dir = RUN_DIR.read()
     if not run_dir:
-        return {"init_method": "env://"}
+        found = dist.rendezvous("env://", rank, world_size, timeout=collective_timeout())  # pyright: ignore[reportPrivateImportUsage]
+        store, _, _ = next(found)
+        store.set_timeout(collective_timeout())
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+        part = f"tutti/{attempt if one_host else ''}"
+        return dist.PrefixStore(part, store)  # pyright: ignore[reportPrivateImportUsage]
     if not (os.path.isdir(run_dir) and os.access(run_dir, os.W_OK | os.X_OK)):
         raise TuttiError(
             f"{RUN_DIR.name}={run_dir} is no directory for this rank to write in",
@@ -74,8 +126,7 @@ def _rendezvous(group: int, rank: int, world_size: int) -> dict[str, Any]:
             fix=f"unset {RUN_DIR.name}: the ranks of torchrun meet as torchrun says",
         )
     path = os.path.join(run_dir, f"ranks{group or ''}.store")
-    store = dist.FileStore(path, world_size)  # pyright: ignore[reportPrivateImportUsage]
-    return {"store": store, "rank": rank, "world_size": world_size}
+    return dist.FileStore(path, world_size)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def leave() -> None:
