@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tutti.calls.eager import eagerly
@@ -22,6 +21,7 @@ from tutti.capture.python.python_state import Findings, PythonState
 from tutti.capture.state.first_form import SlotsAhead, awaiting, note_step
 from tutti.capture.state.lift import Undo, optimizers_of, state_of
 from tutti.comm.collectives.agree import check_order
+from tutti.comm.collectives.exchange import broadcast_first
 from tutti.errors import CaptureError
 from tutti.job import Job
 from tutti.layout import Layout
@@ -145,7 +145,7 @@ class FirstCall:
         for s in state:
             own = s.tensor.detach()
             sent = own.to(device).contiguous()
-            dist.broadcast(sent, 0)
+            broadcast_first(sent)
             if sent.data_ptr() != own.data_ptr():
                 own.copy_(sent)
 

@@ -5,7 +5,6 @@ Every rank has all of it, and makes the same changes.
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torch import Tensor
 
 from tutti.calls.python_values import PythonValues
@@ -13,6 +12,7 @@ from tutti.capture.python.held_values import TableEntry
 from tutti.capture.python.outside import is_dense
 from tutti.capture.step import Captured
 from tutti.comm.collectives.agree import check_order
+from tutti.comm.collectives.exchange import broadcast_first
 from tutti.errors import CaptureError
 from tutti.layout import Layout
 
@@ -48,7 +48,7 @@ class Outside:
         for x in found.values():
             # A message between stages is contiguous, so ranks may have other strides.
             own, sent = x.detach(), x.detach().contiguous()
-            dist.broadcast(sent, 0)
+            broadcast_first(sent)
             if sent.data_ptr() != own.data_ptr():
                 own.copy_(sent)
 

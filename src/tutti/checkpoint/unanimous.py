@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tutti.comm.collectives.exchange import exchange_texts
-from tutti.comm.collectives.failure import comm_error, lost_peer
+from tutti.comm.collectives.failure import lost_peer
 from tutti.comm.collectives.group import Group
 from tutti.errors import CheckpointError, CommError, TuttiError
 
@@ -61,13 +61,12 @@ class Unanimous:
         if self._group is None:
             return [text]
         try:
-            return exchange_texts(text, self._group)
-        except RuntimeError as error:
-            found = comm_error(error, "a save or a load", (), 0, self._group)
-            if lost_peer(str(error)):
-                raise found from error
+            return exchange_texts(text, self._group, "a save or a load")
+        except CommError as error:
+            if lost_peer(error.why):
+                raise
             raise CommError(
-                f"{what}: {found.what}",
+                f"{what}: {error.what}",
                 why="all ranks save and load together",
                 fix="call it on every rank: take it out of `if rank == 0:`",
             ) from error

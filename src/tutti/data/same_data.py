@@ -15,6 +15,7 @@ from tutti.launch.ranks import ensure_process_group
 from tutti.layout import Layout
 
 ONE_DEVICE = Layout()
+LOOP = "the start of a loop over tutti.loader"
 
 
 def met(layout: Layout) -> tuple[Layout, int]:
@@ -32,10 +33,11 @@ def met(layout: Layout) -> tuple[Layout, int]:
 def check_same(state: Mapping[str, Any], dataset: str) -> None:
     """Compare what the ranks are about to read; all of them call together.
 
-    Raises `TuttiError` on every rank, with the first entry that differs.
+    Raises `TuttiError` on every rank, with the first entry that differs; `CommError` for a rank that does not
+    come.
     """
     group = Group.world()
-    found = [json.loads(x) for x in exchange_texts(json.dumps(state), group)]
+    found = [json.loads(x) for x in exchange_texts(json.dumps(state), group, LOOP)]
     for name in state:
         texts = [json.dumps(x[name]) for x in found]
         if len(set(texts)) > 1:

@@ -27,6 +27,7 @@ from tutti.data.rank_rows import SPLIT_AXES, is_split, num_shares, rows
 from tutti.data.read_cost import SampleCost, pays
 from tutti.data.read_turns import Turn
 from tutti.data.reading import Here
+from tutti.data.same_data import LOOP
 from tutti.data.sample_errors import ReadFailure, of_worker
 from tutti.data.sample_order import BatchSpan
 from tutti.errors import TuttiError
@@ -175,7 +176,7 @@ def shared_reads(here: Here, terms: Terms, cost: SampleCost | None) -> SharedRea
     mine |= {"workers": terms.workers, "cost": None if cost is None else asdict(cost)}
 
     def exchange(text: str) -> list[str]:
-        return exchange_texts(text, Group.world())
+        return exchange_texts(text, Group.world(), LOOP)
 
     said = [json.loads(text) for text in exchange(json.dumps(mine))]
     if not _wanted(said, terms, layout):

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from tutti.capture.state.lift import StateTensor, optimizers_of, state_of
 from tutti.comm.collectives.agree import check_order
+from tutti.comm.collectives.exchange import broadcast_first
 from tutti.comm.collectives.groups import Groups
 from tutti.errors import CaptureError, TuttiError
 from tutti.graph.players.device import device_of
@@ -298,7 +299,7 @@ def settle(
         if not several or home.has_settled(entry.tensor) or id(entry.tensor) in replaced:
             continue
         whole = entry.tensor.detach().to(device).contiguous()
-        dist.broadcast(whole, 0)
+        broadcast_first(whole)
         if not home.keeps_whole(entry.name):
             replaced[id(entry.tensor)] = part_of(entry, whole, home, coordinates, device)
         elif whole.data_ptr() != entry.tensor.data_ptr():

@@ -18,9 +18,9 @@ def both(turn: int) -> tuple[list[str], int]:
     sent: list[int] = []
     one = exchange.exchange_bytes
 
-    def counted(data: bytes, group: Group) -> list[bytes]:
+    def counted(data: bytes, group: Group, name: str) -> list[bytes]:
         sent.append(len(data))
-        return one(data, group)
+        return one(data, group, name)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "exchange_bytes", counted)

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from tutti.comm.collectives.exchange import exchange_texts
-from tutti.comm.collectives.failure import naming
 from tutti.comm.collectives.group import Group, collective_timeout
 from tutti.comm.collectives.hierarchical import Hierarchical
 from tutti.comm.collectives.transport import Distributed, Transport
@@ -189,8 +188,7 @@ class Groups:
         """The group's shared memory; None on all its ranks, and one more problem, if it fails."""
 
         def exchange(text: str) -> list[str]:
-            with naming("the start of a group", (), 0, group):
-                return exchange_texts(text, group)
+            return exchange_texts(text, group, "the start of a group")
 
         try:
             return SharedGroup(

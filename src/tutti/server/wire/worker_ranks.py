@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tutti.comm.collectives import transport
-from tutti.comm.collectives.exchange import exchange_texts
+from tutti.comm.collectives.exchange import broadcast_first, exchange_texts
 from tutti.comm.collectives.group import Group
 from tutti.errors import LayoutError
 
@@ -49,7 +49,7 @@ class WorkerRanks:
     def share(self, x: Tensor) -> None:
         """Broadcast `x`, contiguous, from the first rank."""
         if self.size > 1:
-            dist.broadcast(x, 0)
+            broadcast_first(x)
 
     def told(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """The first rank's `numbers`, by name."""
