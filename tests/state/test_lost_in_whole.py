@@ -1,8 +1,9 @@
-"""A rank that dies while another gathers the weights, or leaves the block, is named by the error."""
+"""A rank that dies, or does not come, while another gathers the weights or leaves the block is named."""
 
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
@@ -55,3 +56,34 @@ def test_the_error_names_the_rank_and_the_wait(layout: str, where: str, wait: st
         pool.kill()
     said = str(error.value)
     assert f"CommError: rank 1 is gone; it left rank 0 in {wait}" in said, said
+
+
+def alone(layout: str) -> None:
+    """Rank 0 opens a block for which no other rank comes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = tutti.distribute(train_step, model, optimizer, layout)
+    step(torch.ones(4, 8))
+    if dist.get_rank() == 0:
+        with step.whole():
+            pass
+    else:
+        time.sleep(10 * LATE_SECONDS)
+
+
+LATE_SECONDS = 3.0
+
+
+@pytest.mark.parametrize(("layout", "wait"), [(PARTS, GATHERING), (STAGES, "the start of a group")])
+def test_a_rank_that_opens_a_block_alone_is_told_so(layout: str, wait: str) -> None:
+    pool = Pool(2, timeout_seconds=LATE_SECONDS)
+    try:
+        with pytest.raises(RankFailed) as error:
+            pool.run(alone, (layout,))
+    finally:
+        pool.kill()
+    said = str(error.value)
+    assert f"CommError: rank 1 did not join rank 0 in {wait}" in said, said
+    assert "test_lost_in_whole.py:" in said and "  with step.whole():" in said, said
+    assert "call it on every rank: take it out of `if rank == 0:`" in said, said

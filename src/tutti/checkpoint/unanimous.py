@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tutti.comm.collectives.exchange import exchange_texts
-from tutti.comm.collectives.failure import lost_peer
+from tutti.comm.collectives.failure import called_alone
 from tutti.comm.collectives.group import Group
 from tutti.errors import CheckpointError, CommError, TuttiError
 
@@ -63,13 +63,10 @@ class Unanimous:
         try:
             return exchange_texts(text, self._group, "a save or a load")
         except CommError as error:
-            if lost_peer(error.why):
+            alone = called_alone(error, "all ranks save and load together")
+            if alone is error:
                 raise
-            raise CommError(
-                f"{what}: {error.what}",
-                why="all ranks save and load together",
-                fix="call it on every rank: take it out of `if rank == 0:`",
-            ) from error
+            raise CommError(f"{what}: {alone.what}", why=alone.why, fix=alone.fix) from error
 
     def lead(self, what: str, act: Callable[[], str]) -> str:
         """Run `act` on the first rank alone; its text on every rank."""

@@ -9,7 +9,8 @@ With `rank` one rank alone holds the wholes, and sends its changes.
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -23,10 +24,10 @@ from torch.optim import Optimizer
 from tutti.capture.state.models import module_of
 from tutti.capture.state.tensor_attributes import user_attributes
 from tutti.comm.collectives.exchange import exchange_texts
-from tutti.comm.collectives.failure import naming
+from tutti.comm.collectives.failure import called_alone, naming
 from tutti.comm.collectives.group import Group
 from tutti.comm.collectives.payload import digest
-from tutti.errors import LayoutError, TuttiError
+from tutti.errors import CommError, LayoutError, TuttiError
 from tutti.state.replacing import put_in_place
 from tutti.state.residence import Residence, WholeBlock, is_here
 from tutti.state.residences import residences_of
@@ -34,6 +35,8 @@ from tutti.state.shards import StateShard, cut, origin_of
 from tutti.torch_private.dtensors import local_part
 from tutti.torch_private.module_tables import share_tensor_hooks
 from tutti.user_lines import quoted, user_line
+
+_END = "the end of tutti.whole"  # for errors
 
 
 @dataclass
@@ -153,7 +156,7 @@ class Whole:
     ) -> None:
         for one in self._put_back():
             if kind is None and one.opened:
-                with torch.no_grad(), _in("the end of tutti.whole", one.home):
+                with torch.no_grad(), _in(_END, one.home):
                     if self._rank is None:
                         resized = _written_by_all(one.opened, one.home)
                         self._replace(
@@ -281,10 +284,15 @@ def gathered(x: Tensor, home: Residence, *, only: int | None = None) -> Tensor |
     return full if only in (None, dist.get_rank()) else None
 
 
-def _in(name: str, home: Residence, nbytes: int = 0) -> AbstractContextManager[None]:
+@contextmanager
+def _in(name: str, home: Residence, nbytes: int = 0) -> Iterator[None]:
     """Around collectives of the ranks that hold one model: their errors are `CommError`s."""
-    group = group_of(home)
-    return naming(name, (), nbytes, group)
+    try:
+        with naming(name, (), nbytes, group_of(home)):
+            yield
+    except CommError as error:
+        why = "all ranks read and write whole weights together"
+        raise called_alone(error, why, quoted(user_line())) from error
 
 
 def _from_its_pipe_rank(x: DTensor, full: Tensor | None, home: Residence) -> Tensor:
@@ -333,7 +341,7 @@ def _written_by_all(opened: list[_Opened], home: Residence) -> list[_Opened]:
     """
     own = [(_form(x.whole), digest(x.whole)) for x in opened if x.whole is not None]
     group = group_of(home)
-    texts = exchange_texts(json.dumps(own), group)
+    texts = exchange_texts(json.dumps(own), group, _END)
     of_ranks = [[tuple(one) for one in json.loads(text)] for text in texts]
     for x, found in zip(opened, zip(*of_ranks, strict=True), strict=True):
         if len(set(found)) > 1:
@@ -364,7 +372,7 @@ def _written_by_one(opened: list[_Opened], home: Residence, rank: int | None) ->
     frozen = [x.name for x in opened if x.whole is not None and not x.whole.requires_grad]
     group = group_of(home)
     forms = [_form(x.whole) for x in opened if x.whole is not None]
-    told = exchange_texts(json.dumps([changed, frozen, forms]), group)
+    told = exchange_texts(json.dumps([changed, frozen, forms]), group, _END)
     changed, frozen, forms = json.loads(told[group.ranks.index(rank or 0)])
     _refuse_forms(opened, forms)
     for x in opened:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tutti.comm.collectives.failure import comm_error, lost_peer, with_line
+from tutti.comm.collectives.failure import called_alone, comm_error, lost_peer, with_line
 from tutti.comm.collectives.group import Group
 
 PAIR = Group(None, (2, 5), 0, None)
@@ -29,6 +29,19 @@ def test_a_timeout_says_how_long_and_what_to_set(monkeypatch: pytest.MonkeyPatch
     error = comm_error(RuntimeError("Timed out waiting 2500ms"), "all_reduce", ("data",), 8, PAIR)
     assert "rank 5 did not join rank 2 in all_reduce over data (8 B) within 2.5 s" in error.what
     assert "TUTTI_TIMEOUT" in error.fix
+
+
+def test_a_call_of_one_rank_alone_is_told_so() -> None:
+    late = comm_error(RuntimeError("Timed out waiting 2500ms"), "all_gather", ("data",), 8, PAIR)
+    error = called_alone(late, "all ranks save together", "train.py:12")
+    assert (error.what, error.at, error.why) == (
+        late.what,
+        "train.py:12",
+        "all ranks save together",
+    )
+    assert error.fix.startswith("call it on every rank") and error.fix.endswith(late.fix)
+    gone = comm_error(CLOSED, "all_gather", ("data",), 8, PAIR)
+    assert called_alone(gone, "all ranks save together") is gone
 
 
 def test_the_line_is_added_later() -> None:

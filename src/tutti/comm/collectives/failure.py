@@ -46,6 +46,11 @@ def lost_peer(message: str) -> bool:
     return _PEER_LEFT.search(message) is not None
 
 
+def late_peer(message: str) -> bool:
+    """Whether a transport's error message reports a wait beyond its limit."""
+    return _TIMED_OUT.search(message) is not None
+
+
 def comm_error(
     exc: BaseException, name: str, axes: tuple[str, ...], nbytes: int, group: Group
 ) -> CommError:
@@ -70,7 +75,7 @@ def comm_error(
         gone = f"{named_ranks(peers)} {'is' if len(peers) == 1 else 'are'} gone"
         gone = gone if sure else f"one of {named_ranks(peers)} is gone"
         return CommError(f"{gone}; it left {waiting}", why=reason)
-    if _TIMED_OUT.search(message):
+    if late_peer(message):
         seconds = collective_timeout().total_seconds()
         return CommError(
             f"{named_ranks(peers)} did not join {waiting} within {seconds:g} s",
@@ -103,6 +108,20 @@ def naming(name: str, axes: tuple[str, ...], nbytes: int, group: Group) -> Itera
 def with_line(error: CommError, line: str) -> CommError:
     """The same error with the waiting line of the user's program, such as "train.py:12"."""
     return CommError(error.what, at=line, why=error.why, fix=error.fix)
+
+
+def called_alone(error: CommError, why: str, line: str = "") -> CommError:
+    """The error for a rank that waits in a call that all ranks make, where others do not come.
+
+    Args:
+        error: of the wait; one with another reason is returned as it is.
+        why: such as "all ranks save and load together".
+        line: of the user's program.
+    """
+    if not late_peer(error.why):
+        return error
+    fix = "call it on every rank: take it out of `if rank == 0:`"
+    return CommError(error.what, at=line, why=why, fix=f"{fix}; {error.fix}")
 
 
 def now_seconds() -> float:
