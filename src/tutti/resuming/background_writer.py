@@ -6,10 +6,11 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO
 
 from torch import Tensor
@@ -127,14 +128,25 @@ class BackgroundWriter:
         if self._process is None:
             fd = self._staging.fd
             command = [sys.executable, "-P", "-m", writer_process.__name__]
-            self._process = subprocess.Popen(  # noqa: S603  # our own module and arguments
-                [*command, str(fd), self._rendezvous.text(), str(self._position)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                pass_fds=(fd,) if self._lock < 0 else (fd, self._lock),
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+            with _ending_signals_blocked():
+                self._process = subprocess.Popen(  # noqa: S603  # our own module and arguments
+                    [*command, str(fd), self._rendezvous.text(), str(self._position)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    pass_fds=(fd,) if self._lock < 0 else (fd, self._lock),
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                )
         return self._process
+
+
+@contextlib.contextmanager
+def _ending_signals_blocked() -> Iterator[None]:
+    """A process that starts inside has them blocked: they cannot end it before it ignores them itself."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, writer_process.ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _close(*streams: IO[bytes] | None) -> None:

@@ -27,11 +27,13 @@ from tutti.resuming.staged_save import StagedSave
 
 # Below the training; the kernel gives it a quarter of a core that it shares with one of its threads.
 _NICE = 5
+# They end the run, and this process with it: it ignores them. It starts with them blocked.
+ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def main(fd: int, rendezvous: Rendezvous, position: int) -> None:
     """Write saves from the memory of `fd` until the input ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # they end the run, and this with it
+    for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICE)
     torch.set_num_threads(1)
