@@ -12,6 +12,7 @@ import uuid
 import warnings
 from os import urandom
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -158,8 +159,8 @@ def test_a_branch_on_zero_is_a_guard() -> None:
 
 
 # Tensors of the step's own, and numbers beside slots; the others keep numbers alone, or tensors alike.
-SAVED_BY_RANKS = ("tensor_of_a_closure", "optimizer_that_counts")
-SAVED = (*SAVED_BY_RANKS, "trainer", "teacher", "cosine_inside")
+SAVED_BY_RANKS = ("tensor_of_a_closure", "optimizer_that_counts", "optimizer_with_tuples")
+SAVED = (*SAVED_BY_RANKS, "tensor_of_a_tuple", "trainer", "teacher", "cosine_inside")
 
 
 def resumed(layout: str, folder: str, names: tuple[str, ...]) -> tuple[list[float], list[float]]:
@@ -228,21 +229,24 @@ def test_an_iterator_that_the_step_advances_is_refused() -> None:
 
 
 def test_what_cannot_be_set_anew_is_not_written_into() -> None:
-    pair, part = (torch.zeros(2),), torch.zeros(4, 4)[:, :2]
+    hidden, part = MappingProxyType({"sum": torch.zeros(2)}), torch.zeros(4, 4)[:, :2]
 
-    def into_a_tuple(model: Any, x: torch.Tensor) -> torch.Tensor:
-        pair[0].add_(1)
-        return model(x).sum() + pair[0].sum()
+    def where_nothing_looks(model: Any, x: torch.Tensor) -> torch.Tensor:
+        hidden["sum"].add_(1)
+        return model(x).sum() + hidden["sum"].sum()
 
     def into_a_part(model: Any, x: torch.Tensor) -> torch.Tensor:
         part.add_(1)
         return model(x).sum() + part.sum()
 
-    refused = (into_a_tuple, "tensor that it was not given"), (into_a_part, "writes into part")
+    refused = (
+        (where_nothing_looks, "tensor that it was not given"),
+        (into_a_part, "writes into part"),
+    )
     for step, what in refused:
         with pytest.raises(tutti.CaptureError, match=what):
             tutti.distribute(step, programs.mlp())(programs.batch(0))
-    assert not pair[0].any() and not part.any()
+    assert not hidden["sum"].any() and not part.any()
 
 
 @pytest.mark.parametrize("by_name", [False, True])

@@ -216,6 +216,48 @@ def tensor_of_a_closure() -> Made:
     return step, model, SGD(model.parameters(), lr=0.1), nothing
 
 
+def tensor_of_a_tuple() -> Made:
+    """In a closure, in a tuple of one, and beside a number."""
+    pair, model = (
+        (torch.zeros(2, dtype=torch.float64), (torch.ones(2, dtype=torch.float64), 3)),
+        mlp(),
+    )
+
+    def step(m: nn.Module, o: Any, x: Tensor) -> Tensor:
+        mean, (var, scale) = pair
+        y = m(x)
+        loss = update(((y - mean) / var.sqrt() * scale).square().mean(), o)
+        with torch.no_grad():
+            mean.mul_(0.9).add_(y.mean(0), alpha=0.1)
+            var.mul_(0.9).add_(y.square().mean(0), alpha=0.1)
+        return loss
+
+    return step, model, SGD(model.parameters(), lr=0.1), nothing
+
+
+class Paired(SGD):
+    """Slots of a tensor and a count, written in place and put anew, as averages of weights are kept."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                slots = self.state[p]
+                if not slots:
+                    slots["mean"] = torch.zeros_like(p), self.count
+                mean, count = slots["mean"]
+                slots["mean"] = mean.lerp_(p.grad, 0.1), count + 1
+                p.sub_(mean, alpha=group["lr"] / (1 + count))
+        self.count += 1
+
+
+def optimizer_with_tuples() -> Made:
+    model = mlp()
+    return plain, model, Paired(model.parameters(), lr=0.5), nothing
+
+
 def tensors_in_odd_places() -> Made:
     """In a tuple, as views, as a default, bound to a function, and where nothing looks."""
     pair = torch.ones(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
@@ -533,6 +575,8 @@ PROGRAMS: dict[str, Callable[[], Made]] = {
         attribute_of_a_function,
         hook_with_a_number,
         set_of_names,
+        tensor_of_a_tuple,
+        optimizer_with_tuples,
     )
 } | {
     "cosine_inside": scheduler_inside(lambda o: CosineAnnealingLR(o, 10)),

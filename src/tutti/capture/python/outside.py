@@ -28,9 +28,9 @@ def lift_outside(
 ) -> tuple[list[StateTensor], list[Tensor], dict[str, TableEntry]]:
     """Make inputs of the constants of `traced` that are in `entries` (by id of the tensor).
 
-    `stand_ins`, by the same ids, are their fakes in the trace; a tensor in a tuple appears as itself. The
-    new placeholders follow the first `num_state` ones. Returns their state, their contiguous fakes, and
-    their entries.
+    `stand_ins`, by the same ids, are their fakes in the trace; a tensor in a tuple that no entry holds
+    appears as itself. The new placeholders follow the first `num_state` ones. Returns their state, their
+    contiguous fakes, and their entries.
     """
     graph = traced.graph
     last = _last_state(graph, num_state)

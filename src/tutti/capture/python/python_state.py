@@ -306,19 +306,23 @@ class PythonState:
         stand_ins: dict[int, Tensor] = {}
         replaced = [*tensors]
         for name, entry, value in list(named(self.tables)):
-            if not entry.table.writable:
-                continue
-            if _is_iterator(value):
+            # Of a tuple's tensors `inside_of` makes another tuple.
+            writable = entry.table.writable
+            if writable and _is_iterator(value):
                 entry.put(Untouched(name, value))
             if not isinstance(value, Tensor):
                 continue
             if id(value) in state:
-                entry.put(state[id(value)])
+                new = state[id(value)]
             elif type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided:
                 if id(value) not in stand_ins:
                     stand_ins[id(value)] = _stand_in(value, mode)
                     replaced.append(value)
-                entry.put(stand_ins[id(value)])
+                new = stand_ins[id(value)]
+            else:
+                continue
+            if writable:
+                entry.put(new)
         self._identities = Identities({**stand_ins, **state}, replaced)
         for one in left:
             if (value := self._identities.left_before(one.value)) is not one.value:
