@@ -64,6 +64,27 @@ def test_what_couples_samples(
     assert "leave micro=4 out" in error.fix
 
 
+LOOPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda y: torch.stack([torch.logsumexp(row, -1) for row in y]),
+    "rows by number": lambda y: torch.stack([torch.logsumexp(y[i], -1) for i in range(len(y))]),
+    "chunks": lambda y: torch.cat([part.logsumexp(-1) for part in y.split(4)]),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_over_samples(name: str) -> None:
+    loop = LOOPS[name]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    step = trained(lambda m, x: loop(m(x)).mean())
+    batch = (torch.ones(8, 3, 4, dtype=torch.float64),)
+    with pytest.raises(ShardingError, match="needs all its samples at once") as caught:
+        tutti.verify(step, model, torch.optim.SGD(model.parameters(), 0.1), batch, "micro=2")
+    error = caught.value
+    assert f'"{name}": lambda y' in error.at
+    assert "a loop over its rows or chunks" in error.why and "BatchNorm" not in error.why
+    assert "torch.logsumexp(x, -1)" in error.fix and "leave micro=2 out" in error.fix
+
+
 @pytest.mark.parametrize(("layout", "most"), [("micro=5", 4), ("data=2 micro=5", 2)])
 def test_micro_batches_that_do_not_divide(layout: str, most: int) -> None:
     """As many as divide each rank's 28 or 14 samples; it is said."""

@@ -33,6 +33,7 @@ from tutti.graph.ops import collectives
 from tutti.graph.text import op_name
 from tutti.layout import Layout, Sharding
 from tutti.partition.partition import WITHOUT_RULE
+from tutti.pipeline.micro_batches.coupled_samples import coupling
 from tutti.pipeline.micro_batches.over_time import MICRO, sums_over_time, take_apart
 from tutti.user_lines import quoted
 
@@ -337,17 +338,7 @@ class _Sorter:
                 why="it reads its operands whole, which would be known only after the last micro-batch",
                 fix=f'leave micro={self.num_micro} out, or tutti.rule("namespace::op", "m k, n k -> m n")',
             )
-        value = op_name(summed.meta.get("value", summed))
-        read = value if summed.target is collectives.all_gather else f"a sum of {value}"
-        raise ShardingError(
-            f"micro={self.num_micro} cannot split the batch in time: {op} needs all its samples at once",
-            at=at,
-            why=f"it reads {read} over the whole batch, which would be known only after the last "
-            "micro-batch. A batch is split along dim 0: BatchNorm in training and contrastive losses need "
-            "all of it, and so does what mixes dim 0 where the samples lie in another",
-            fix=f"leave micro={self.num_micro} out; or samples along dim 0 of each tensor; or for "
-            "BatchNorm a norm of each sample (GroupNorm, LayerNorm)",
-        )
+        raise coupling(coupled, summed, op, at, self.num_micro)
 
 
 def _in_time(node: fx.Node) -> bool:

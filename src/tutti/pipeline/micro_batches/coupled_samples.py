@@ -1,0 +1,47 @@
+"""The refusal of an op that needs all samples of a batch at once: what in the user's program it is."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from tutti.errors import ShardingError
+from tutti.graph.ops import collectives
+from tutti.graph.text import op_name
+
+aten = torch.ops.aten
+_PARTS = (aten.select.int, aten.slice.Tensor)
+
+
+def coupling(coupled: fx.Node, summed: fx.Node, op: str, at: str, num_micro: int) -> ShardingError:
+    """The error for the op `coupled`, which reads `summed` over the whole batch."""
+    value = op_name(summed.meta.get("value", summed))
+    late = "over the whole batch, which would be known only after the last micro-batch"
+    if _takes_samples(coupled):
+        why = (
+            f"it takes samples out of {value} {late}. A batch is split along dim 0: a loop over its rows or "
+            "chunks (for row in x, x[i], x.unbind(), x.split(n)) reads all of them, even if it computes each "
+            "on its own"
+        )
+        fix = (
+            "the same on the whole tensor: torch.logsumexp(x, -1) in place of "
+            "torch.stack([torch.logsumexp(row, -1) for row in x]); two batches as two tensors; or leave "
+            f"micro={num_micro} out"
+        )
+    else:
+        read = value if summed.target is collectives.all_gather else f"a sum of {value}"
+        why = (
+            f"it reads {read} {late}. A batch is split along dim 0: BatchNorm in training and contrastive "
+            "losses need all of it, and so does what mixes dim 0 where the samples lie in another"
+        )
+        fix = (
+            f"leave micro={num_micro} out; or samples along dim 0 of each tensor; or for "
+            "BatchNorm a norm of each sample (GroupNorm, LayerNorm)"
+        )
+    what = f"micro={num_micro} cannot split the batch in time: {op} needs all its samples at once"
+    return ShardingError(what, at=at, why=why, fix=fix)
+
+
+def _takes_samples(node: fx.Node) -> bool:
+    """Whether a node takes a part of dim 0."""
+    return node.target in _PARTS and len(node.args) > 1 and bool(node.args[1] == 0)
