@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from tutti.graph.analysis.collective_scratch import borrowed_by_move, is_move
+from tutti.graph.analysis.convolution_scratch import convolution, convolution_backward
 from tutti.graph.analysis.storage import Storages
 from tutti.graph.ops import collectives
 from tutti.graph.ops.ctc import ctc_loss, ctc_slopes
@@ -39,17 +40,6 @@ def borrowed(node: fx.Node, storages: Storages) -> int:
         return 0
     operands, result = map_arg(node.args, storages.fakes.__getitem__), storages.fakes[node]
     return borrowed_by_move(node, operands, result) if borrow is None else borrow(operands, result)
-
-
-def _convolution(operands: tuple[Any, ...], result: Any) -> int:
-    """Operands in the blocked form of oneDNN; or the result in that form beside the plain one."""
-    x, weight = operands[:2]
-    return max(x.nbytes + weight.nbytes, result.nbytes)
-
-
-def _convolution_backward(operands: tuple[Any, ...], result: Any) -> int:
-    grad, x, weight = operands[:3]
-    return max(grad.nbytes + x.nbytes, weight.nbytes)
 
 
 def _matmul(operands: tuple[Any, ...], result: Any) -> int:
@@ -106,8 +96,8 @@ def _from_experts(operands: tuple[Any, ...], result: Any) -> int:
 
 Borrow = Callable[[tuple[Any, ...], Any], int]
 _BORROWED: dict[Any, Borrow] = {
-    aten.convolution.default: _convolution,
-    aten.convolution_backward.default: _convolution_backward,
+    aten.convolution.default: convolution,
+    aten.convolution_backward.default: convolution_backward,
     aten.native_batch_norm_backward.default: _grad_copy,
     aten.mse_loss.default: _elements,
     aten.smooth_l1_loss.default: _elements,
