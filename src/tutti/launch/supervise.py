@@ -14,9 +14,8 @@ import secrets
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +23,7 @@ from typing import Any, Protocol
 from tutti.environment import LAYOUT, RECORDS, ROLE, RUN_DIR, SECRET, check_seconds
 from tutti.launch import failures
 from tutti.launch.guard import Guard
+from tutti.launch.raised_signals import Signaled, signals_raised
 from tutti.launch.records import Failure, read_record
 from tutti.launch.roles import SERVER, WORKER, Role
 from tutti.launch.run_dir import RunDir
@@ -106,7 +106,7 @@ class Supervisor:
     def run(self) -> int:
         """The exit code: 0 if a worker (of servers alone: every server) has ended well."""
         try:
-            with self._guard, _signals_raised():
+            with self._guard, signals_raised():
                 by = self._play()
             if by is not None:
                 self._say(failures.ended_by(by, self._ends()))
@@ -122,8 +122,8 @@ class Supervisor:
         try:
             self.started = [self._start(role) for role in self.roles]
             self._watch()
-        except (KeyboardInterrupt, _Signaled) as exc:
-            number = exc.number if isinstance(exc, _Signaled) else signal.SIGINT
+        except (KeyboardInterrupt, Signaled) as exc:
+            number = exc.number if isinstance(exc, Signaled) else signal.SIGINT
             self._stop(number)
             return number
         finally:
@@ -270,30 +270,3 @@ class Supervisor:
         print(text, file=sys.stderr, flush=True)
         if (out := launcher_writer()) is not None:
             out.write("said", text=text)
-
-
-class _Signaled(BaseException):
-    """The launcher got a signal to end."""
-
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(number.name)
-        self.number = number
-
-
-@contextlib.contextmanager
-def _signals_raised() -> Iterator[None]:
-    """SIGTERM and the like raise; by default the launcher would end before its processes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def raised(number: int, _frame: Any) -> None:
-        raise _Signaled(signal.Signals(number))
-
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.signal(number, raised) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
