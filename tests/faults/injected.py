@@ -198,9 +198,8 @@ def _stopped(layout: str, hit: str) -> Ends:
     return Ends((0, 1), said) if apart(layout) else Ends((1,), said)
 
 
-def _raised(layout: str, hit: str) -> Ends:
-    said = rf"{_of_rank(hit)} failed: ValueError: a batch of the wrong kind"
-    return Ends((0, 1), said) if "server=" in layout else Ends((1,), said)
+def _raised(_layout: str, hit: str) -> Ends:
+    return Ends((1,), rf"{_of_rank(hit)} failed: ValueError: a batch of the wrong kind")
 
 
 def _ended_by(name: str, code: int) -> Callable[[str, str], Ends]:

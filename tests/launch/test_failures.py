@@ -86,6 +86,15 @@ def test_a_script_chooses_its_exit_code() -> None:
     assert exit_code(ends) == 3
 
 
+def test_a_script_that_fails_by_itself_is_told_from_a_lost_one() -> None:
+    failure = Failure(0, "LayoutError", "LayoutError: no", 1.0, is_tutti=True)
+    own = [end(0, 1, raised(0, 5.0)), end(0, 1, failure), end(0, 3, ended=Exit(0, 3))]
+    assert all(one.is_of_script for one in own)
+    others = [end(0, -9), end(0, 1, lost(0, 1.0)), end(0, 1, late(0, 9.0)), end(0, 0), end(0, 143)]
+    others += [end(0, 143, ended=Exit(0, 143)), end(0, 0, ended=Exit(0, 0)), end(0, 3)]
+    assert not any(one.is_of_script for one in others)
+
+
 def test_a_mistake_that_tutti_names_exits_with_2() -> None:
     failure = Failure(0, "LayoutError", "LayoutError: no", 1.0, is_tutti=True)
     assert exit_code([end(0, 1, failure)]) == 2

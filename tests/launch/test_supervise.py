@@ -238,6 +238,17 @@ def test_what_cannot_go_on_is_stopped(
     assert "ValueError: something is wrong here" in said and "logs in" in said
 
 
+def test_a_worker_whose_script_fails_is_in_the_exit_code(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The others go on to their end all the same."""
+    code, _ = played(tmp_path, "replica=2 server=1 sync=async", wrong="worker1")
+    assert code == 1 and len(lines(tmp_path, "worker0", "step")) == 4
+    said = capfd.readouterr().err
+    assert "worker 1 failed: ValueError: something is wrong here; the others go on\n" in said
+    assert said.index("the others go on") < said.index("rank 1 failed: ValueError")
+
+
 class Brief:
     """A process that has ended when it has been asked so often."""
 

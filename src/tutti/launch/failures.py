@@ -61,6 +61,14 @@ class RankEnd:
         return self.exit_code in (None, 0) and self.failure is None and not self.was_stopped
 
     @property
+    def is_of_script(self) -> bool:
+        """Whether the script failed by itself: an exception, or an exit code that it chose."""
+        if self.failure is not None:
+            return not (self.is_victim or self.failure.is_comm)
+        chosen = self.ended is not None and self.ended.code != 0
+        return chosen and self.exit_code not in (*_STOPPED, *_INTERRUPTED)
+
+    @property
     def seconds(self) -> float:
         """The time of the rank's loss (monotonic), by its own or the launcher's record; else infinity."""
         notes = (self.failure, self.stopped_at, self.ended)

@@ -1,7 +1,8 @@
 """Starts workers and servers on this host, and continues the run if it can do without a lost one.
 
 a server is killed                restarts it; it continues from its records
-a worker ends, async or bounded   the others continue; a rank that fails takes its worker with it
+a worker ends, async or bounded   the others continue; a rank that fails takes its worker with it.
+                                  If its script failed, the run's exit code says so at the end
 a worker fails, step              stops all
 a script is wrong (a server's)    stops all
 """
@@ -104,7 +105,7 @@ class Supervisor:
         self._guard = Guard(self.run_dir, self._num_ranks, ends_others=False)
 
     def run(self) -> int:
-        """The exit code: 0 if a worker (of servers alone: every server) has ended well."""
+        """The exit code: 0 if a worker (of servers alone: every server) has ended well, and no script failed."""
         try:
             with self._guard, signals_raised():
                 by = self._play()
@@ -235,8 +236,9 @@ class Supervisor:
     def _code(self) -> int:
         kind = WORKER if any(r.kind == WORKER for r in self.roles) else SERVER
         own = [self._ended_well(x) for x in self.started if x.role.kind == kind]
-        if self._hopeless() or not any(own):
-            return failures.exit_code(self._ends())
+        ends = self._ends()
+        if self._hopeless() or not any(own) or any(end.is_of_script for end in ends):
+            return failures.exit_code(ends)
         return 0
 
     def _failed(self) -> bool:
