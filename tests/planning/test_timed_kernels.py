@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import pytest
@@ -23,6 +24,14 @@ from tutti.passes.target import Target
 from tutti.pipeline.ready import in_time
 from tutti.planning.candidate_programs import CandidatePrograms
 from tutti.planning.timed_kernels import TimedKernels, _drawing, seconds_by_op
+
+_TURN = 0.05  # seconds
+
+
+def _others_turn(x: Tensor) -> Tensor:
+    """An op that leaves its processor, as one does when other work has its turn there."""
+    time.sleep(_TURN)
+    return x + 1
 
 
 class Net(nn.Module):
@@ -140,3 +149,13 @@ def test_views_are_ops_too(programs: CandidatePrograms) -> None:
     views = [n for n in graph.nodes if n.op == "call_function" and viewed(n) is not None]
     assert views
     assert set(views) <= TimedKernels(1, 1)(graph).keys()
+
+
+def test_a_wait_for_the_processor_does_not_count() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.ones(8)
+    turn = graph.call_function(_others_turn, (x,))
+    turn.meta["val"] = torch.ones(8)
+    graph.output(turn)
+    assert TimedKernels(1, 1)(graph)[turn] < 0.5 * _TURN
