@@ -249,6 +249,21 @@ def test_a_worker_whose_script_fails_is_in_the_exit_code(
     assert said.index("the others go on") < said.index("rank 1 failed: ValueError")
 
 
+def test_a_worker_that_ends_before_the_others_is_named_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two servers note it. Without it nothing is said of workers that end together."""
+    said = []
+    for name, wrong in (("early", "worker1-2"), ("together", "worker0-2,worker1-2")):
+        (tmp_path / name).mkdir()
+        code, _ = played(tmp_path / name, "replica=2 server=2 sync=step", wrong=wrong)
+        assert code == 0 and len(lines(tmp_path / name, "worker1", "step")) == 2
+        said.append(capfd.readouterr().err)
+    early, together = said
+    assert early.count("worker 1 has left: the others go on without its rows of each batch") == 1
+    assert "has left" not in together
+
+
 class Brief:
     """A process that has ended when it has been asked so often."""
 
@@ -316,10 +331,12 @@ def test_a_server_ends_without_a_worker_that_never_came() -> None:
         def __init__(self) -> None:
             self.stopped = Event()
             self.stop = self.stopped.set
-            self.machine = SimpleNamespace(ledger=SimpleNamespace(started=False, active=dict))
+            self.machine = SimpleNamespace(
+                ledger=SimpleNamespace(started=False, active=dict, missed=list)
+            )
 
     service: Any = Served()
-    Thread(target=_stop_when_left, args=(service,), daemon=True).start()
+    Thread(target=_stop_when_left, args=(service, 2), daemon=True).start()
     assert not service.stopped.wait(LINGER.default + 1.0)
     service.machine.ledger.started = True
     assert service.stopped.wait(30.0)

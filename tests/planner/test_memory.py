@@ -30,10 +30,15 @@ from tutti.capture.step import capture
 from tutti.execution.measure import peak_nbytes
 from tutti.graph.analysis.scratch import borrowed
 from tutti.graph.analysis.storage import Storages
+from tutti.hardware.cluster import Cluster
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.passes.bucket import BUCKET_NBYTES
+from tutti.passes.pass_table import optimized
+from tutti.passes.target import Target
 from tutti.pipeline.ready import in_time
+from tutti.planner.estimates.layout_estimate import estimate
+from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.memory import predict, predict_pipe_ranks
 from tutti.propagate.plan import plan
 from ways import GLOO, by
@@ -187,6 +192,17 @@ def test_packed_collectives(ranks: Ranks, layout: str) -> None:
 def test_without_shared_memory(ranks: Ranks, name: str, layout: str) -> None:
     """Collectives run beside the computation: their results exist from the start, and are measured."""
     check(ranks, name, layout, GLOO)
+
+
+def test_a_plan_for_gpus_counts_no_buffers_of_gloo() -> None:
+    """The steps of a plan are captured with CPU tensors."""
+    made = program("gpt", "data=2 zero=1")
+    donated = frozenset(made.captured.updated)
+    graphs = (optimized(made, Target(donated=donated, gpus=gpus)) for gpus in (False, True))
+    by_gloo, on_gpus = (predict(made, graph).peak_nbytes for graph in graphs)
+    assert on_gpus < by_gloo
+    machine = PricedMachine.of(Cluster.parse("2 x h100"))
+    assert estimate(made, machine).peak_nbytes == on_gpus
 
 
 TIMED = ["pipe=2 micro=4", "pipe=2 micro=4 schedule=gpipe", "pipe=2 micro=4 schedule=zb"]

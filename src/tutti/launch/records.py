@@ -84,8 +84,16 @@ class Waited:
     late: list[int]
 
 
-Record = Failure | StoppedAt | Exit | ReplicaJoined | Lost | GivenUp | Waited
-T = TypeVar("T", Failure, StoppedAt, Exit, ReplicaJoined, Lost, GivenUp, Waited)
+@dataclass(frozen=True)
+class Noted:
+    """All that a server has to say to the user up to now: whole lines, each to be printed once."""
+
+    rank: int
+    lines: list[str]
+
+
+Record = Failure | StoppedAt | Exit | ReplicaJoined | Lost | GivenUp | Waited | Noted
+T = TypeVar("T", Failure, StoppedAt, Exit, ReplicaJoined, Lost, GivenUp, Waited, Noted)
 # The word of each kind in the name of its file.
 _KINDS: dict[type, str] = {
     Failure: "failure",
@@ -95,6 +103,7 @@ _KINDS: dict[type, str] = {
     Lost: "lost",
     GivenUp: "givenup",
     Waited: "waited",
+    Noted: "noted",
 }
 
 

@@ -4,6 +4,7 @@ a server is killed                restarts it; it continues from its records
 a worker ends, async or bounded   the others continue; a rank that fails takes its worker with it.
                                   If its script failed, the run's exit code says so at the end
 a worker fails, step              stops all
+a worker ends early, step         the others continue; its server has this process name it
 a script is wrong (a server's)    stops all
 """
 
@@ -25,7 +26,7 @@ from tutti.environment import LAYOUT, RECORDS, ROLE, RUN_DIR, SECRET, check_seco
 from tutti.launch import failures
 from tutti.launch.guard import Guard
 from tutti.launch.raised_signals import Signaled, signals_raised
-from tutti.launch.records import Failure, read_record
+from tutti.launch.records import Failure, Noted, read_record
 from tutti.launch.roles import SERVER, WORKER, Role
 from tutti.launch.run_dir import RunDir
 from tutti.layout import Layout
@@ -101,11 +102,12 @@ class Supervisor:
         self.apart = consistency.parse(layout.sync).apart
         self.started: list[Started] = []
         self.codes: dict[int, int] = {}
+        self._noted: set[str] = set()  # what servers have noted and this process has printed
         self._num_ranks = layout.num_ranks + layout.server
         self._guard = Guard(self.run_dir, self._num_ranks, ends_others=False)
 
     def run(self) -> int:
-        """The exit code: 0 if a worker (of servers alone: every server) has ended well, and no script failed."""
+        """The exit code: 0 if a worker (of servers alone: every server) ended well, and no script failed."""
         try:
             with self._guard, signals_raised():
                 by = self._play()
@@ -159,6 +161,7 @@ class Supervisor:
     def _watch(self) -> None:
         """Watch until the workers have ended, or, without workers here, the servers."""
         while True:
+            self._tell_noted()
             for one in [x for x in self.started if not x.lives and x.rank not in self.codes]:
                 self._ended(one)
             workers = [x for x in self.started if x.role.kind == WORKER]
@@ -228,6 +231,16 @@ class Supervisor:
         servers = [x for x in self.started if x.role.kind == SERVER]
         while any(x.lives for x in servers):
             time.sleep(POLL_SECONDS)
+        self._tell_noted()
+
+    def _tell_noted(self) -> None:
+        """Print the lines of this host's servers that are new; several servers have the same ones."""
+        for one in self.started:
+            found = read_record(self.run_dir, Noted, one.rank)
+            for line in found.lines if found is not None else ():
+                if line not in self._noted:
+                    self._noted.add(line)
+                    self._say(line)
 
     def _ended_well(self, one: Started) -> bool:
         """Whether all ranks of a worker, or a server, have ended with 0 or have not ended."""

@@ -15,7 +15,7 @@ from torch import fx
 
 from tutti.environment import WITHOUT
 from tutti.errors import LayoutError
-from tutti.graph.analysis.collective_scratch import NEAR, is_move
+from tutti.graph.analysis.collective_scratch import CARRIED_BY, GPUS, MEMORY, is_move
 from tutti.graph.analysis.liveness import peak_with_given
 from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import REDUCE, Body, graphs_of, loop
@@ -146,12 +146,13 @@ def _sent_early(body: Body) -> Body:
     return body
 
 
-def _note_near(graph: fx.Graph, target: Target) -> None:
-    """Note the collectives between ranks that share memory."""
-    for one in graphs_of(graph):
-        for node in one.nodes:
-            if is_move(node) and collectives.axes_of(node) in target.shared:
-                node.meta[NEAR] = True
+def _note_carriers(graph: fx.Graph, target: Target) -> None:
+    """Note the collectives between ranks that share memory, and those of a plan for GPUs."""
+    for node in (n for n in graph.nodes if is_move(n)):
+        if collectives.axes_of(node) in target.shared:
+            node.meta[CARRIED_BY] = MEMORY
+        elif target.gpus:
+            node.meta[CARRIED_BY] = GPUS
 
 
 def _alone(rewrite: Callable[[fx.Graph], object]) -> Rewrite:
@@ -203,7 +204,6 @@ PASSES = (
     Pass("wait_for_readers", _alone(wait_for_readers), needed=True),
     Pass("leave_buffers", _alone(leave_buffers), needed=True),
     Pass("place_buffers", _alone(place_buffers), needed=True),
-    Pass("note_near", _aimed(_note_near), needed=True),
 )
 
 
@@ -225,6 +225,7 @@ def optimized(
             one.apply(graph, Setting(program, target))
     for one in graphs_of(graph):
         one.lint()
+        _note_carriers(one, target)
     return graph
 
 

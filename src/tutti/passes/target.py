@@ -13,8 +13,10 @@ class Target:
         own.
     shared: the tuples of mesh axes whose groups are on one host and share memory.
     onednn: matmuls of oneDNN are faster than PyTorch's own (`graph.ops.matmul.is_faster`).
+    gpus: of a plan for GPUs, whose step is captured with CPU tensors.
     """
 
     donated: frozenset[str] = frozenset()
     shared: frozenset[tuple[str, ...]] = frozenset()
     onednn: bool = False
+    gpus: bool = False

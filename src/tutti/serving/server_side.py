@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,9 +16,10 @@ from tutti.calls.guards import refuse_other_layouts
 from tutti.capture.state.first_form import make_slots
 from tutti.capture.state.lift import state_of
 from tutti.capture.step import Captured, capture
-from tutti.environment import LINGER, LISTEN, RECORDS, REPAIR
+from tutti.environment import LINGER, LISTEN, RECORDS, REPAIR, RUN_DIR
 from tutti.job import Job
 from tutti.launch import roles
+from tutti.launch.records import Noted, write_record
 from tutti.launch.roles import Role
 from tutti.layout import Layout
 from tutti.replicas import replica_rows
@@ -71,7 +74,8 @@ def serve(job: Job, role: Role, batch: tuple[Any, ...], num_steps: int) -> None:
         repair=REPAIR.read(),
     )
     roles.publish(role, service.address)
-    threading.Thread(target=_stop_when_left, args=(service,), daemon=True).start()
+    rank = role.rank(layout)
+    threading.Thread(target=_stop_when_left, args=(service, rank), daemon=True).start()
     service.run()
 
 
@@ -95,16 +99,32 @@ def _records(role: Role) -> str | None:
     return os.path.join(directory, str(role).replace(" ", "")) if directory else None
 
 
-def _stop_when_left(service: Service) -> None:
-    """End a server once no worker is present and the wait for the others is over."""
+def _stop_when_left(service: Service, rank: int) -> None:
+    """End a server once no worker is present and the wait for the others is over.
+
+    It has the launcher name the workers that left early: the others have the same steps, but fewer rows.
+    """
     linger = LINGER.read()
     alone_since: float | None = None
+    told: list[int] = []
     while True:
         time.sleep(_LOOK_SECONDS)
         ledger = service.machine.ledger
+        told = _tell_missed(rank, ledger.missed(), told)
         left = ledger.started and not ledger.active()
         now = time.monotonic()
         alone_since = (alone_since or now) if left else None
         if alone_since is not None and now - alone_since >= linger:
             service.stop()
             return
+
+
+def _tell_missed(rank: int, missed: list[int], told: list[int]) -> list[int]:
+    """Note the workers that are not in `told`; all that are noted."""
+    every = told + [worker for worker in missed if worker not in told]
+    run_dir = RUN_DIR.read()
+    if every != told and run_dir:
+        end = "has left: the others go on without its rows of each batch, and servers scale their sums"
+        with contextlib.suppress(OSError):  # a full disk must not keep the server from its end
+            write_record(Path(run_dir), Noted(rank, [f"worker {worker} {end}" for worker in every]))
+    return every

@@ -20,8 +20,9 @@ from tutti.graph.analysis.known_calls import called
 from tutti.graph.ops import collectives
 from tutti.torch_private.fake_tensors import FakeTensorMode, empty_fake
 
-# The note of a node whose ranks share memory: Gloo takes no part in it.
-NEAR = "near"
+# The note of a collective that Gloo does not carry: what carries it.
+CARRIED_BY = "carried_by"
+MEMORY, GPUS = "memory", "gpus"
 _SEVERAL = (collectives.together, collectives.start)
 
 
@@ -56,15 +57,27 @@ def is_move(node: fx.Node) -> bool:
     return node.target in _SEVERAL or node.target in collectives.COLLECTIVES
 
 
+def is_of_gpus(node: fx.Node) -> bool:
+    """Whether a collective is one of a plan for GPUs.
+
+    Packed copies count on processors only, where their bytes have been measured.
+    """
+    return node.meta.get(CARRIED_BY) == GPUS
+
+
 def borrowed_by_move(node: fx.Node, operands: tuple[Any, ...], result: Any) -> int:
     """Bytes of scratch memory that a collective (`is_move`) holds while it runs."""
     if node.target in _SEVERAL:
+        if is_of_gpus(node):
+            return 0
         kind, xs, _, wheres, _ = operands
         results = result
     else:
         kind = node.target.__name__  # type: ignore[union-attr]
         xs, wheres, results = [operands[0]], [operands[2:]], [result]
-    through_gloo = NEAR not in node.meta and results[0].device.type == "cpu"
+    if is_of_gpus(node):
+        return _of_gpus(kind, xs, wheres, results)
+    through_gloo = CARRIED_BY not in node.meta and results[0].device.type == "cpu"
     return _OF_KIND[kind](xs, wheres, results, through_gloo)
 
 
@@ -112,6 +125,12 @@ def _all_to_all(
         joined = 0 if cat_dim == 0 and cat_outer == 1 else y.nbytes
         found += _laid_out(x, split_dim, split_outer) + joined
     return found
+
+
+def _of_gpus(kind: str, xs: Sequence[Tensor], wheres: Any, results: Sequence[Tensor]) -> int:
+    if kind == "reduce_scatter":
+        return _laid_out(xs[0], *wheres[0][:2]) + xs[0].nbytes
+    return 0 if kind == "all_reduce" else _OF_KIND[kind](xs, wheres, results, False)
 
 
 _OF_KIND = {

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from tutti.graph.analysis.aliases import IN_PLACE, keeps_order
-from tutti.graph.analysis.collective_scratch import results_in
+from tutti.graph.analysis.collective_scratch import is_of_gpus, results_in
 from tutti.graph.analysis.known_calls import called
 from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import loop
@@ -92,9 +92,9 @@ class Storages:
         if node.op == "call_function" and node.target in _SHARED:
             with self.mode, torch.no_grad():
                 return self._shared(node, *map_arg(node.args, self.fakes.__getitem__))
-        if node.target in (collectives.together, collectives.start):
+        if node.target in (collectives.together, collectives.start) and not is_of_gpus(node):
             return results_in(node, self.mode)
-        if node.target is collectives.finish:
+        if node.target is collectives.finish and not is_of_gpus(node.args[0]):  # type: ignore[arg-type]
             return self.fakes[node.args[0]]  # type: ignore[index]
         if node.op != "call_function" or node.target in _NAMES:
             return self._fresh(given)

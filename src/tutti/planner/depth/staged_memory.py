@@ -74,20 +74,12 @@ class StagedMemory:
             stage for stage in range(len(self.staged.cut)) if self.staged.rank_of(stage) == rank
         ]
         moved = max(self.staged.bucket_nbytes, self.blocks.gradient) if data > 1 else 0.0
-        if self._packs:  # the last bucket, beside gradients and sums
-            moved = min(moved, piece.gradients)
-            moved += 0.0 if self.layout.in_time or splits else piece.gradients
         cast = piece.cast if self.staged.shares_casts else 0.0
         above = max(self._above(stage, splits) for stage in stages)
         ends = gradients + moved
         if zero in (1, 2) and data > 1 and not self.machine.shares_memory:
             ends = max(ends, piece.gradients)  # new weights beside the old ones
         return state + max(cast + self._kept(rank) + summed + above, ends)
-
-    @property
-    def _packs(self) -> bool:
-        """Whether sums over `data` read the gradients of a bucket from a copy, and write new tensors."""
-        return self.data > 1 and not self.machine.shares_memory
 
     def _casts(self, stage: int) -> list[float]:
         """Bytes of weights in the dtype of the forward in the backward of each piece."""
@@ -105,29 +97,15 @@ class StagedMemory:
         values that the forwards leave: in that of a piece, gradients of later ones are there."""
         pieces, in_time = self.staged.cut[stage], self.layout.in_time
         left, gradients, most = self.staged.left(stage), 0.0, 0.0
-        others = max(0.0, self._kept(self.staged.rank_of(stage)) - left)
-        filling = full = moving = (
-            0.0  # the bucket that fills, its share of a whole one, the one before
-        )
         held, casts = self.staged.held(stage), self._casts(stage)
         rows = zip(pieces, held, casts, self._whole_weights(stage), strict=True)
         for p, kept, cast, gathered in reversed(list(rows)):
             within = p.passing if in_time else p.within
             if splits:  # one bucket is on its way while another is made
                 within = min(p.within, p.passing + 2 * p.gradients / max(1.0, p.num_sums))
-            held_here = kept - left + cast + gathered
-            most = max(most, held_here + gradients + within + (filling + moving if splits else 0.0))
+            most = max(most, kept - left + cast + gradients + within + gathered)
             if not in_time:
                 gradients += p.gradients / (self.data if splits else 1)
-            if self._packs:
-                filling, full = filling + p.gradients, full + p.num_sums
-                if full >= FULL or (in_time and p is pieces[0]):
-                    bucket = filling / max(1.0, full)
-                    moved = bucket * (1 + (splits or not self.layout.zero))
-                    freed = 0.0 if splits or not in_time else others
-                    most = max(most, held_here + gradients + moved - freed)
-                    gradients += 0.0 if splits or in_time else filling
-                    filling, full, moving = 0.0, 0.0, bucket
         return most
 
     def _ahead(self, pieces: Sequence[Piece], piece: int) -> float:

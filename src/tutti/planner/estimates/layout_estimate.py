@@ -177,7 +177,8 @@ class _ProgramEstimate:
         near = {axes for axes in used if groups[axes].num_hosts == 1}
         shared = frozenset(near) if self.machine.shares_memory else frozenset()
         updated = frozenset(self.program.captured.updated)
-        return Target(donated=updated, shared=shared, onednn=self.machine.onednn)
+        gpus = not self.machine.shares_memory
+        return Target(donated=updated, shared=shared, onednn=self.machine.onednn, gpus=gpus)
 
     def _final(self, program: Program) -> fx.Graph:
         return optimized(program, self._target)

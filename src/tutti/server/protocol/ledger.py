@@ -134,6 +134,14 @@ class Ledger:
         """The present workers."""
         return {w: m for w, m in self.members.items() if m.active}
 
+    def missed(self) -> list[int]:
+        """The workers that have left before an update which the others then made together without them."""
+        return [
+            worker
+            for worker, x in sorted(dict(self.members).items())
+            if not x.active and x.clock < self.version and not self.consistency.alone(x.clock)
+        ]
+
     @property
     def alone(self) -> bool:
         """Whether each push is now a separate update; once true it stays true."""
