@@ -19,6 +19,7 @@ from tutti.capture.forms import flattened, returnable
 from tutti.capture.python.held_values import MISSING, TableEntry, named
 from tutti.capture.python.python_state import Findings, PythonState
 from tutti.capture.state.first_form import SlotsAhead, awaiting, note_step
+from tutti.capture.state.left_modes import hooks_kept
 from tutti.capture.state.lift import Undo, optimizers_of, state_of
 from tutti.comm.collectives.agree import check_order
 from tutti.comm.collectives.exchange import broadcast_first
@@ -165,7 +166,7 @@ def first_call_undone(
         return
     python = PythonState(train_step, model, optimizers_of(optimizer), Findings())
     undo = Undo()
-    with python.restored():
+    with python.restored(), hooks_kept(model):
         try:
             with undo:
                 eagerly(train_step, model, optimizer, batch, seed=seed, step=0, precision=precision)

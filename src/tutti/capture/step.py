@@ -68,7 +68,7 @@ from tutti.capture.state.gradients import (
     hooked,
     watched_gradients,
 )
-from tutti.capture.state.left_modes import Modes, begin_trained, left_trained
+from tutti.capture.state.left_modes import HooksBefore, Modes, begin_trained, left_trained
 from tutti.capture.state.lift import (
     StateTensor,
     hypers_of,
@@ -220,7 +220,12 @@ def capture(
         return made
 
     with without_code():  # only the graphs matter: PyTorch makes no code for them
-        lifted, traced = _traced(prepared, findings)
+        hooks = HooksBefore(model)
+        try:
+            lifted, traced = _traced(prepared, findings, hooks)
+        except BaseException:
+            hooks.put_back()
+            raise
         refuse_sparse_constants(traced)
         functional = functional_graph(traced, lifted.inputs, lifted.mode)
     refuse_untraced(functional)
@@ -241,15 +246,18 @@ def capture(
     return captured
 
 
-def _traced(prepared: Callable[..., _Lifted], findings: Findings) -> tuple[_Lifted, fx.GraphModule]:
+def _traced(
+    prepared: Callable[..., _Lifted], findings: Findings, hooks: HooksBefore
+) -> tuple[_Lifted, fx.GraphModule]:
     """A trace in which every number that the step changes is an input.
 
     If a trace with a number as an input fails, it traces with the number as a constant; if a guessed branch
-    fails (a loss that is not finite), it takes the other one.
+    fails (a loss that is not finite), it takes the other one. Each begins with the same `hooks`.
     """
     assumed: list[Assumed] = []
     ways = OtherWays()
     while True:
+        hooks.put_back()
         lifted = prepared(*assumed)
         try:
             traced = lifted.traced()

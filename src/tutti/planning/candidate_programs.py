@@ -20,6 +20,7 @@ from tutti.calls.guards import refuse_other_layouts
 from tutti.capture.gpu_autocast import gpu_lists
 from tutti.capture.python.python_state import Findings, PythonState
 from tutti.capture.state.first_form import awaiting, make_slots
+from tutti.capture.state.left_modes import hooks_kept
 from tutti.capture.state.lift import optimizers_of
 from tutti.capture.step import Captured, capture, copied
 from tutti.errors import CaptureError, LayoutError
@@ -181,6 +182,7 @@ class CandidatePrograms:
                     job.train_step, job.model, optimizers_of(job.optimizer), findings
                 )
                 stack.enter_context(python.restored())
+                stack.enter_context(hooks_kept(job.model))
                 yield job.trained
                 return
             step, model, optimizer = stack.enter_context(copies_in_place(*job.trained))

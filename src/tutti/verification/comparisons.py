@@ -18,6 +18,7 @@ from tutti.capture.python.assumed_values import Assumed
 from tutti.capture.python.plain_values import is_number
 from tutti.capture.python.python_state import Findings, PythonState
 from tutti.capture.state.found_gradients import found_gradients
+from tutti.capture.state.left_modes import hooks_kept
 from tutti.capture.state.lift import numbers, optimizers_of, state_of
 from tutti.capture.step import Captured
 from tutti.capture.substitutes.sparse import dense
@@ -349,7 +350,7 @@ class CaptureComparison:
         """Take `steps` steps on both sides, or fewer if a later step is another program."""
         python = PythonState(self.train_step, self.model, optimizers_of(self.optimizer), Findings())
         outside = {name: entry.get() for name, entry in self.captured.outside.items()}
-        with python.restored():
+        with python.restored(), hooks_kept(self.model):
             try:
                 self._run(steps)
             finally:

@@ -14,7 +14,7 @@ from tutti.calls.first_call import first_call_undone
 from tutti.calls.guards import refuse_other_layouts
 from tutti.capture.python.assumed_values import Assumed
 from tutti.capture.state.first_form import make_slots
-from tutti.capture.state.left_modes import modes_kept
+from tutti.capture.state.left_modes import hooks_kept, modes_kept
 from tutti.capture.step import Captured, capture, copied
 from tutti.environment import SHARED_MEMORY
 from tutti.execution.execute import axes_used
@@ -169,7 +169,7 @@ class Subject:
 
         def on(assumed: Assumed) -> Captured:
             given = train_step, model, optimizer, batch
-            with modes_kept(model):
+            with modes_kept(model), hooks_kept(model):
                 return capture(*given, precision=precision, note_gradients=True, assumed=assumed)
 
         self.captured, self.start, self.feed = on_its_way(on, model, optimizer, batch, seed)

@@ -1,4 +1,4 @@
-"""What a step leaves in the model besides values: `training` of modules, `requires_grad` of parameters."""
+"""What a step leaves in a model besides values: modes and hooks of modules, `requires_grad` of parameters."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 from tutti.capture.patch_table import TRAINING
 from tutti.capture.state.lift import StateTensor
 from tutti.graph.edits.patch import replaced
+from tutti.torch_private.module_tables import hooks_of_module
 
 
 class Modes:
@@ -59,6 +60,36 @@ def modes_kept(model: nn.Module) -> Iterator[list[tuple[nn.Module, bool]]]:
     finally:
         for module, training in before:
             module.training = training
+
+
+class HooksBefore:
+    """The hooks of all modules before a trace.
+
+    A library may add hooks in its first call and note that in an attribute, which is restored after a trace:
+    the next call would add them once more.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = [
+            (table, dict(table)) for m in model.modules() for table in hooks_of_module(m)
+        ]
+
+    def put_back(self) -> None:
+        """Remove hooks that have been added, and put back removed ones."""
+        for table, before in self._before:
+            if table.keys() != before.keys():
+                table.clear()
+                table.update(before)
+
+
+@contextlib.contextmanager
+def hooks_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the hooks of all modules at the end."""
+    before = HooksBefore(model)
+    try:
+        yield
+    finally:
+        before.put_back()
 
 
 def begin_trained(state: Sequence[StateTensor], fakes: Sequence[Any]) -> None:
