@@ -16,6 +16,8 @@ from tutti.costs.rank_groups import RankGroups
 from tutti.hardware.cluster import Cluster
 from tutti.job import Job
 from tutti.layout import Layout
+from tutti.passes.pass_table import optimized
+from tutti.passes.target import Target
 from tutti.planner.estimates.graph_clock import COLLECTIVES, COMPUTE, IDLE, SHARED, kinds_of
 from tutti.planner.estimates.layout_estimate import Estimate, estimate
 from tutti.planner.estimates.priced_machine import PricedMachine
@@ -68,7 +70,8 @@ def test_one_device_takes_the_sum_of_its_kernels() -> None:
 def test_a_peak_is_the_predicted_one() -> None:
     program = programs().program(Layout.parse("data=2 zero=3"))
     made = estimate(program, PricedMachine.of(Cluster.parse("2 x h100")))
-    assert made.peak_nbytes == predict(program).peak_nbytes
+    target = Target(donated=frozenset(program.captured.updated), gpus=True)
+    assert made.peak_nbytes == predict(program, optimized(program, target)).peak_nbytes
 
 
 def test_gradients_are_summed_beside_the_backward() -> None:
