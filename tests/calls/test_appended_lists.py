@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -153,6 +156,39 @@ def test_ranks_append_what_one_device_does(ranks: Ranks, name: str, layout: str)
     for found in ranks.run(recorded, name, layout, n=1 if layout == "micro=4" else 2):
         for values, wanted in zip(found, expected, strict=True):
             assert values == pytest.approx(wanted, rel=1e-12)
+
+
+@contextlib.contextmanager
+def stacks_sampled() -> Iterator[None]:
+    """Context with a thread that keeps the last stacks of this one, as profilers and watches do."""
+    main, over, interval = threading.get_ident(), threading.Event(), sys.getswitchinterval()
+
+    def sample() -> None:
+        kept: deque[Any] = deque(maxlen=3)
+        while not over.is_set():
+            frame = sys._current_frames()[main]
+            kept.append(frame)
+            time.sleep(0)
+
+    thread = threading.Thread(target=sample)
+    sys.setswitchinterval(1e-5)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("name", ["tensors", "outputs", "in a module", "a dict of lists"])
+def test_another_thread_that_holds_gradients_changes_nothing(name: str) -> None:
+    """A frame of a sampled stack holds its tensors, and autograd copies a gradient that anything holds."""
+    expected = recorded(name, "", eager=True)
+    with stacks_sampled():
+        for _ in range(3):
+            for values, wanted in zip(recorded(name, ""), expected, strict=True):
+                assert values == pytest.approx(wanted, rel=1e-12)
 
 
 def stepped(change: Callable[[list[Any], Tensor], Tensor | None]) -> tuple[list[Any], Any]:

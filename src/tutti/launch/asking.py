@@ -66,13 +66,15 @@ def ask(run_dir: Path, rank: int, seconds: float = ANSWER_SECONDS) -> Answer:
     return Answer(why=f"process {pid} {running} and does not answer: native code holds its Python")
 
 
-def answer(run_dir: Path, rank: int, stack: Stack) -> None:
-    """Answer all requests to this rank."""
+def answer(run_dir: Path, rank: int, stack: Stack | None) -> None:
+    """Answer all requests to this rank. It has no `stack` while it makes a trace (`stack_reads`)."""
     begin = f"rank{rank}.ask."
     for name in os.listdir(run_dir):
         if not name.startswith(begin):
             continue
-        said = Answer(user_line(stack), collective(stack), tuple(lines(stack)))
+        said = Answer(why="it captures its step")
+        if stack is not None:
+            said = Answer(user_line(stack), collective(stack), tuple(lines(stack)))
         token = name.removeprefix(begin)
         partial = run_dir / f"rank{rank}.partial.{token}"
         partial.write_text(json.dumps(asdict(said)))

@@ -21,6 +21,7 @@ from tutti.environment import RUN_DIR
 from tutti.launch.asking import Answer, answer, ask
 from tutti.launch.records import Waited, write_record
 from tutti.launch.whereabouts import Stack, Waiting, main_stack, wait
+from tutti.stack_reads import reading
 
 LOOK_SECONDS = 0.5
 LEAST_SECONDS, TIMES_USUAL = 10.0, 10.0
@@ -65,10 +66,7 @@ class WaitWatch:
 
     def look(self) -> None:
         """Answer requests, and check whether this rank waits unusually long."""
-        stack, now = self._stack(), self._clock.look()
-        if self._run_dir is not None:
-            answer(self._run_dir, self.rank, stack)
-        found = wait(stack, self._cpu())
+        found, now = self._read(), self._clock.look()
         if found is None or self._now is None or not found.same(self._now):
             if self._now is not None:
                 self._usual.append(now - self._since)
@@ -79,6 +77,16 @@ class WaitWatch:
             self._told = True
             self._tell(found, waited)
 
+    def _read(self) -> Waiting | None:
+        """Answer requests. The current wait, if there is one."""
+        with reading() as free:
+            return self._read_stack(self._stack() if free else None)
+
+    def _read_stack(self, stack: Stack | None) -> Waiting | None:
+        if self._run_dir is not None:
+            answer(self._run_dir, self.rank, stack)
+        return None if stack is None else wait(stack, self._cpu())
+
     def _most(self) -> float:
         # Among few waits a single one, such as for another rank's first step, would dominate.
         usual = statistics.median(self._usual) if len(self._usual) >= LEAST_USUAL else 0.0
@@ -87,7 +95,7 @@ class WaitWatch:
     def _tell(self, found: Waiting, seconds: float) -> None:
         ranks = [self._first + rank for rank in found.ranks or range(self._size)]
         answers = self._asked([rank for rank in ranks if rank != self.rank])
-        now = wait(self._stack(), self._cpu())
+        now = self._read()
         if now is None or not now.same(found):
             return  # it is over
         late = [r for r, said in answers.items() if said.why or said.collective != found.what]

@@ -33,7 +33,8 @@ from tutti.launch.records import (
 from tutti.launch.script import Script, error_text, exit_code
 from tutti.launch.stand_in import die_with_parent, stand_in
 from tutti.launch.waits import watch_waits
-from tutti.launch.whereabouts import collective, main_stack, traceback_stack, user_line
+from tutti.launch.whereabouts import Stack, collective, main_stack, traceback_stack, user_line
+from tutti.stack_reads import reading
 
 STOPPED = 128 + signal.SIGTERM
 INTERRUPTED = 128 + signal.SIGINT
@@ -206,8 +207,8 @@ def _watch(reading: int, rank: int, run_dir: Path) -> None:
             if number != signal.SIGTERM:
                 continue
             seconds = time.monotonic()
-            stack = _last_stack(main_thread)
-            _note(run_dir, StoppedAt(rank, user_line(stack), collective(stack), seconds))
+            line, what = _last_place(main_thread)
+            _note(run_dir, StoppedAt(rank, line, what, seconds))
             if signal.getsignal(signal.SIGTERM) is _stop:
                 _keep_records()
                 os._exit(STOPPED)
@@ -221,17 +222,28 @@ def _keep_records() -> None:
         made.flush()
 
 
-def _last_stack(main_thread: int) -> list[tuple[FrameType, int]]:
-    """The main thread's stack once it waits in a collective, or a second later.
+def _last_place(main_thread: int) -> tuple[str, str]:
+    """The main thread's line and collective once it waits in one, or a second later.
 
-    It may be about to wait, or about to raise because a peer is gone: that stack tells more.
+    It may be about to wait, or about to raise because a peer is gone: that place tells more.
     """
     until = time.monotonic() + RECORD_SECONDS
-    stack = main_stack(main_thread)
-    while time.monotonic() < until and (_ending.is_set() or not collective(stack)):
+    found = _place(main_thread)
+    while time.monotonic() < until and (_ending.is_set() or not found[1]):
         time.sleep(POLL_SECONDS)
-        stack = main_stack(main_thread)
-    return stack
+        found = _place(main_thread)
+    return found
+
+
+def _place(main_thread: int) -> tuple[str, str]:
+    """The main thread's line and collective now. During a trace only of a process that ends here."""
+    ends = signal.getsignal(signal.SIGTERM) is _stop
+    with reading() as free:
+        return _place_in(main_stack(main_thread)) if free or ends else ("", "")
+
+
+def _place_in(stack: Stack) -> tuple[str, str]:
+    return user_line(stack), collective(stack)
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:

@@ -27,6 +27,7 @@ from tutti.torch_private.pytrees import tree_leaves, tree_map_only
 from tutti.torch_private.storages import memory_id
 from tutti.torch_private.tracing import get_proxy_mode, get_proxy_slot
 
+aten = torch.ops.aten
 _DEPTH = 3  # of objects in objects, in the search for tensors
 _SYMBOL = re.compile(r"\b(?!b?float|u?int|complex|cuda)[a-z]+\d+\b")  # no dtype, no device
 
@@ -235,11 +236,18 @@ def are_alike(one: LeftTrace, other: LeftTrace) -> bool:
 
 
 def _computed(traced: fx.GraphModule, results: list[Any]) -> tuple[list[str], list[Any]]:
-    """The nodes behind some results and writes, each as a text, and the constants that they read."""
+    """The nodes behind some results and writes, each as a text, and the constants that they read.
+
+    Autograd copies a gradient, or makes a view of it, where any other reference to it exists, such as that of
+    a thread which samples stacks. So such copies and views count as their operand.
+    """
     needed: set[fx.Node] = set()
     fx.map_arg(results, needed.add)
     for node in reversed(traced.graph.nodes):
-        if node in needed or (node.op == "call_function" and _writes(node.target)):
+        same = _same_as(node)
+        if same is not None:
+            needed.update({same} if node in needed else ())
+        elif node in needed or (node.op == "call_function" and _writes(node.target)):
             needed.update({node, *node.all_input_nodes})
     symbols: dict[str, str] = {}
     names: dict[fx.Node, str] = {}
@@ -252,12 +260,26 @@ def _computed(traced: fx.GraphModule, results: list[Any]) -> tuple[list[str], li
     for node in traced.graph.nodes:
         if node not in needed or node.op == "output":
             continue
-        names[node] = str(len(names))
+        same = _same_as(node)
+        names[node] = names[same] if same is not None else str(len(texts))
+        if same is not None:
+            continue
         if node.op == "get_attr":
             constants.append(getattr(traced, str(node.target)))
         target = "" if node.op == "get_attr" else str(node.target)
         texts.append(f"{node.op} {target} {text((node.args, node.kwargs))}")
     return [*texts, text(results)], constants
+
+
+def _same_as(node: fx.Node) -> fx.Node | None:
+    """The operand of a view or of a gradient's copy, which autograd makes or not."""
+    if node.target is aten.detach.default:
+        return node.all_input_nodes[0]
+    if node.target is not aten.copy_.default:
+        return None
+    made: Any = node.args[0]
+    own = made.target is aten.new_empty_strided.default and len(made.users) == 1
+    return node.all_input_nodes[1] if own else None
 
 
 def _writes(target: Any) -> bool:
