@@ -69,6 +69,13 @@ class Fused(nn.Module):
         return x + self.out(self.reads(self.fused(x)))
 
 
+class Plain(Fused):
+    """The same, with a product and a sum in place of `F.linear`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.reads(x @ self.fused.weight.t() + self.fused.bias))
+
+
 class Crossed(nn.Module):
     """An attention from one half of the tokens to the other; its weights are sliced."""
 
@@ -96,6 +103,7 @@ def subject(block: nn.Module) -> Subject:
 FUSED = {
     "split": lambda: Fused(split),
     "by hand": lambda: Fused(by_hand),
+    "a product and a sum": lambda: Plain(split),
     "one and two": lambda: Fused(one_and_two),
     "transposed": lambda: Fused(transposed),
     "crossed": Crossed,

@@ -48,13 +48,12 @@ def part_fused_products(editor: Editor) -> None:
             continue
         if node.target is aten.add.Tensor:
             _join_terms(editor, node, parted)
-            continue
         for dim, slices in _slices(node).items():
             _part(editor, node, dim, sorted(slices, key=order.__getitem__), parted)
 
 
 def _slices(x: fx.Node) -> dict[int, list[fx.Node]]:
-    """The slices of `x` without gaps inside, by dim."""
+    """The slices of `x` without a step, by dim."""
     found: dict[int, list[fx.Node]] = {}
     for user in x.users:
         if user.target is aten.slice.Tensor and user.args[0] is x and len(user.args) < 5:
