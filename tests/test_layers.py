@@ -17,9 +17,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "tutti"
 LAYERS = (
     ("errors",),
     ("remote_paths",),  # paths behind a URL
-    # The variables that users set; which lines are theirs; bytes and seconds as text; names kept on disk;
-    # the turns of traces and of threads that read stacks.
-    ("durable", "environment", "quantities", "stack_reads", "user_lines", "version"),
+    # The variables that users set; which lines are theirs; bytes and seconds as text; names kept on disk.
+    ("durable", "environment", "quantities", "user_lines", "version"),
     ("torch_private",),  # the private names of PyTorch
     ("layout",),  # mesh, sharding, layout, shards, topology
     ("graph",),  # text form, grammar, virtual ranks

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import os
 import sys
+from collections.abc import Mapping
 from functools import cache
 from types import FrameType, TracebackType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -17,7 +20,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 _FX = f"{os.sep}fx{os.sep}"
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
-# Generated code may carry a table from its own lines to the user's: `{45: "train.py:12"}`.
+# The global of generated code that keeps its table alive.
 LINES = "__tutti_lines__"
 
 
@@ -62,9 +65,35 @@ def quoted(source: str) -> str:
     return f"{source}  {text}".strip()
 
 
-def generated_line(frame: FrameType, number: int) -> str:
+class LineTable(dict[int, str]):
+    """From the lines of generated code to the user's: `{45: "train.py:12"}`.
+
+    `file` is the name of a file under which to compile the code.
+
+    Args:
+        name: that of the function.
+        lines: the table.
+    """
+
+    def __init__(self, name: str, lines: Mapping[int, str]) -> None:
+        super().__init__(lines)
+        self.file = f"<tutti {name} {next(_numbers)}>"
+        _tables[self.file] = self
+
+
+_numbers = itertools.count()
+_tables: WeakValueDictionary[str, LineTable] = WeakValueDictionary()
+
+
+def line_of_generated(file: str, number: int) -> str:
     """The user's line, such as "train.py:12", of a line of generated code; "" for other code."""
-    return frame.f_globals.get(LINES, {}).get(number, "")
+    table = _tables.get(file)
+    return "" if table is None else table.get(number, "")
+
+
+def generated_line(frame: FrameType, number: int) -> str:
+    """The same for a frame."""
+    return line_of_generated(frame.f_code.co_filename, number)
 
 
 def note_line(error: BaseException, source: str) -> None:

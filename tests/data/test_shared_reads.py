@@ -31,7 +31,8 @@ from tutti.comm.host import publications
 from tutti.comm.host.segment import map_file
 from tutti.data import shared_reads
 from tutti.data.rank_rows import num_shares
-from tutti.launch.whereabouts import main_stack, wait
+from tutti.launch.thread_stacks import frames_of
+from tutti.launch.whereabouts import wait
 from tutti.layout import Layout
 
 SIZE, BATCH = 53, 8  # the last batch of an epoch has 5 samples
@@ -328,7 +329,7 @@ def late() -> tuple[str, set[str]]:
 
     def look() -> None:
         while not ended.wait(0.05):
-            found = wait(main_stack(main or 0))
+            found = wait(frames_of(main or 0))
             seen.update([f"{found.what} of {found.ranks}"] if found else [])
 
     thread = threading.Thread(target=look)

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 import tutti
 from gradient_programs import small_model
 from small_steps import trained
-from tutti import user_lines
-from tutti.launch import whereabouts
 
 
 class Lookup(nn.Module):
@@ -48,7 +46,3 @@ def test_a_division_by_a_number_that_is_read() -> None:
         tutti.distribute(step, small_model(), None, "")(torch.zeros(4, 6))
     (note,) = caught.value.__notes__
     assert __file__ in note and note.endswith("# the division")
-
-
-def test_reports_read_the_same_table_of_lines() -> None:
-    assert user_lines.LINES == whereabouts.LINES

@@ -15,8 +15,9 @@ from forked import Forked
 from tutti.launch import records, waits
 from tutti.launch.asking import Answer, answer, ask
 from tutti.launch.records import Waited, note_script, read_record
+from tutti.launch.thread_stacks import stack_of
 from tutti.launch.waits import LEAST_SECONDS, LOOK_SECONDS, NUM_USUAL, WaitWatch
-from tutti.launch.whereabouts import Waiting, main_stack
+from tutti.launch.whereabouts import Waiting
 
 SCRIPT = Path(__file__).parent / "late.py"
 SOURCE = SCRIPT.read_text().splitlines()
@@ -131,7 +132,7 @@ def test_a_rank_that_is_asked_answers_with_its_stack(tmp_path: Path) -> None:
 
     def keep_answering() -> None:
         while not done.wait(0.01):
-            answer(tmp_path, 1, main_stack(ident))
+            answer(tmp_path, 1, stack_of(ident))
 
     thread = threading.Thread(target=keep_answering)
     thread.start()

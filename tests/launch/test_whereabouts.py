@@ -15,17 +15,9 @@ from tutti.comm.collectives.failure import Wait
 from tutti.comm.collectives.process_groups import ProcessGroups
 from tutti.comm.host.signals import LINE, PeerLate, Signals
 from tutti.launch import whereabouts
-from tutti.launch.whereabouts import (
-    LINES,
-    collective,
-    lines,
-    main_stack,
-    traceback_stack,
-    user_line,
-    wait,
-)
-
-Stack = list[tuple[FrameType, int]]
+from tutti.launch.thread_stacks import Place, Stack, frames_of, stack_of, traceback_stack
+from tutti.launch.whereabouts import collective, lines, user_line, wait
+from tutti.user_lines import LineTable
 
 
 class Player(ProcessGroups):
@@ -36,27 +28,26 @@ class Player(ProcessGroups):
 
 
 def inside(frame: FrameType | None) -> Stack:
-    stack = []
+    stack = Stack()
     while frame is not None:
-        stack.append((frame, frame.f_lineno))
+        stack.append(Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, frame))
         frame = frame.f_back
     return stack
 
 
 def test_the_line_is_that_of_the_innermost_frame_of_the_user() -> None:
-    stack = main_stack(threading.get_ident())
+    stack = frames_of(threading.get_ident())
     assert user_line(stack).partition(":")[0].endswith("test_whereabouts.py")
     assert collective(stack) == ""
 
 
 def test_generated_code_names_the_line_it_stands_for() -> None:
     found: list[Stack] = []
-    names = {
-        LINES: {2: "train.py:12"},
-        "look": lambda: found.append(inside(sys._getframe().f_back)),
-    }
-    exec(compile("\nlook()\n", "<tutti step>", "exec"), names)
-    assert user_line(found[0]) == "train.py:12"
+    table = LineTable("step", {2: "train.py:12"})
+    ident = threading.get_ident()
+    names = {"look": lambda: found.extend([frames_of(ident)[2:], stack_of(ident)[2:]])}
+    exec(compile("\nlook()\n", table.file, "exec"), names)
+    assert [user_line(stack) for stack in found] == 2 * ["train.py:12"]
 
 
 def test_a_player_on_the_stack_tells_its_collective() -> None:
@@ -80,7 +71,7 @@ def test_a_wait_is_told_from_the_next_one() -> None:
     assert first is not None and again is not None and later is not None
     assert first.what == "all_reduce over data (4.2 kB)" and first.ranks == ()
     assert first.same(again) and not first.same(later)
-    assert wait(main_stack(threading.get_ident())) is None
+    assert wait(frames_of(threading.get_ident())) is None
 
 
 def late_in(memory: torch.Tensor) -> tuple[int, ...]:
@@ -135,7 +126,8 @@ def test_lines_are_those_of_the_script_outermost_first() -> None:
 
 READS = """
 import gc, sys, threading, time
-from tutti.launch.whereabouts import collective, main_stack, user_line
+from tutti.launch.thread_stacks import frames_of
+from tutti.launch.whereabouts import collective, user_line
 
 class Garbage:
     def __init__(self): self.itself = self
@@ -149,7 +141,7 @@ ended = threading.Event()
 
 def watch():
     while not ended.is_set():
-        stack = main_stack(threading.main_thread().ident)
+        stack = frames_of(threading.main_thread().ident)
         collective(stack), user_line(stack)
 
 watcher = threading.Thread(target=watch, daemon=True)

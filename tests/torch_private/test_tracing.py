@@ -12,6 +12,7 @@ from tutti.torch_private.fake_tensors import FakeTensorMode
 from tutti.torch_private.tracing import (
     METADATA_OF_NODES,
     PythonKeyTracer,
+    functorch_on,
     get_proxy_mode,
     get_proxy_slot,
     plain_of_functional,
@@ -114,3 +115,28 @@ def test_fakes_are_traced_as_they_are() -> None:
     traced = trace(lambda x: x.sum(0), [x])
     val = next(n for n in traced.graph.nodes if n.op == "call_function").meta["val"]
     assert val.fake_mode is mode and val.shape == (3,)
+
+
+def _counted(x: torch.Tensor) -> torch.Tensor:
+    new = torch.zeros(2)
+    new.view(2, 1)[0].add_(x)
+    return new.sum()
+
+
+def test_a_trace_has_the_writes_into_new_tensors_where_functorch_is_off() -> None:
+    """As after `print(tensor)` in a thread of which another one holds the frames."""
+    held = torch._C._DisableFuncTorch()
+    with FakeTensorMode() as mode:
+        traced = trace(
+            torch.func.functionalize(_counted, remove="mutations"),
+            [mode.from_tensor(torch.ones(()))],
+        )
+    with functorch_on():
+        assert not torch._C._dispatch_tls_is_dispatch_key_excluded(_FUNCTORCH)
+    assert torch._C._dispatch_tls_is_dispatch_key_excluded(_FUNCTORCH)
+    del held
+    assert not torch._C._dispatch_tls_is_dispatch_key_excluded(_FUNCTORCH)
+    assert float(traced(torch.tensor(3.0))) == 3.0
+
+
+_FUNCTORCH: Any = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode  # type: ignore[attr-defined]

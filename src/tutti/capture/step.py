@@ -85,7 +85,6 @@ from tutti.capture.substitutes.sparse import dense, dense_gradients, refuse_spar
 from tutti.capture.unexpected import named, refuse_untraced
 from tutti.errors import CaptureError
 from tutti.graph.ops.late_errors import make_late
-from tutti.stack_reads import unread
 from tutti.torch_private.fake_tensors import FakeTensorMode
 from tutti.torch_private.pytrees import TreeSpec, tree_unflatten
 from tutti.torch_private.tracing import trace, without_code
@@ -452,7 +451,6 @@ class _Lifted:
 
     def trace(self) -> fx.GraphModule:
         with (
-            unread(),
             self.python.restored(),
             kinds_of_fakes(self.python.scopes),
             conversions_read(self.python.scopes),

@@ -27,7 +27,7 @@ from tutti.graph.players.player import Player, SharedMemory
 from tutti.graph.randomness import random
 from tutti.graph.randomness.draw import drawn
 from tutti.layout import Mesh, Sharding
-from tutti.user_lines import LINES
+from tutti.user_lines import LINES, LineTable
 
 # The arguments of the generated function from the run: `key(stream)` for this step's random numbers, the
 # index of the micro-batch, and the receiver of values before the function's end.
@@ -173,8 +173,8 @@ class _CodeWriter:
             timed = len(self.written)
             self.body = [f"{line}; {MARK}" for line in self.body[:timed]] + self.body[timed:]
         text = "\n".join(head + [f"    {line}" for line in self.body])
-        self.globals[LINES] = self.lines
-        exec(compile(text, f"<tutti {name}>", "exec"), self.globals)  # noqa: S102  # our own text, of the user's own graph
+        table = self.globals[LINES] = LineTable(name, self.lines)
+        exec(compile(text, table.file, "exec"), self.globals)  # noqa: S102  # our own text, of the user's own graph
         return Generated(self.globals[name], text)
 
     def _same(self, graph: fx.Graph, looks: set[fx.Node]) -> dict[fx.Node, fx.Node]:

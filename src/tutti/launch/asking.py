@@ -18,7 +18,8 @@ from pathlib import Path
 
 from tutti.comm.host.life import state_of
 from tutti.launch.records import read_script
-from tutti.launch.whereabouts import Stack, collective, lines, user_line
+from tutti.launch.thread_stacks import Stack
+from tutti.launch.whereabouts import collective, lines, user_line
 
 ANSWER_SECONDS, _POLL_SECONDS = 3.0, 0.1
 _STATES = {"T": "is stopped", "t": "is held by a debugger", "Z": "has ended", "": "has ended"}
@@ -66,15 +67,13 @@ def ask(run_dir: Path, rank: int, seconds: float = ANSWER_SECONDS) -> Answer:
     return Answer(why=f"process {pid} {running} and does not answer: native code holds its Python")
 
 
-def answer(run_dir: Path, rank: int, stack: Stack | None) -> None:
-    """Answer all requests to this rank. It has no `stack` while it makes a trace (`stack_reads`)."""
+def answer(run_dir: Path, rank: int, stack: Stack) -> None:
+    """Answer all requests to this rank."""
     begin = f"rank{rank}.ask."
     for name in os.listdir(run_dir):
         if not name.startswith(begin):
             continue
-        said = Answer(why="it captures its step")
-        if stack is not None:
-            said = Answer(user_line(stack), collective(stack), tuple(lines(stack)))
+        said = Answer(user_line(stack), collective(stack), tuple(lines(stack)))
         token = name.removeprefix(begin)
         partial = run_dir / f"rank{rank}.partial.{token}"
         partial.write_text(json.dumps(asdict(said)))

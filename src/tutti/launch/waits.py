@@ -20,13 +20,15 @@ from tutti.comm.host.awake import AwakeClock
 from tutti.environment import RUN_DIR
 from tutti.launch.asking import Answer, answer, ask
 from tutti.launch.records import Waited, write_record
-from tutti.launch.whereabouts import Stack, Waiting, main_stack, wait
-from tutti.stack_reads import reading
+from tutti.launch.thread_stacks import Stack, frames_of, stack_of
+from tutti.launch.whereabouts import Waiting, may_wait, wait
 
 LOOK_SECONDS = 0.5
 LEAST_SECONDS, TIMES_USUAL = 10.0, 10.0
 LEAST_USUAL, NUM_USUAL = 5, 100
 _MOST_ASKED = 4
+# Processor seconds of the main thread between two looks: one that waits looks after its peers now and then.
+_MOST_COMPUTED = 0.1 * LOOK_SECONDS
 
 
 class WaitWatch:
@@ -36,7 +38,7 @@ class WaitWatch:
         rank: of the run; `first` is the run's rank of rank 0 of torch.distributed, and `size` the number of
             its ranks.
         run_dir: that of `tutti run`, if it has started this rank: the others answer there.
-        stack: the main thread's, innermost first.
+        stack: the main thread's, as text; `frames` of it as it waits, with its frames.
         cpu: seconds that the main thread has computed.
         clock: seconds without the suspensions of this process.
     """
@@ -47,14 +49,18 @@ class WaitWatch:
         run_dir: Path | None,
         stack: Callable[[], Stack],
         *,
+        frames: Callable[[], Stack] | None = None,
         first: int = 0,
         size: int = 1,
         cpu: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.rank, self._run_dir, self._stack, self._cpu = rank, run_dir, stack, cpu
+        self.rank, self._run_dir, self._cpu = rank, run_dir, cpu
+        self._stack, self._frames = stack, frames or stack
         self._first, self._size = first, size
         self._clock = AwakeClock(4 * LOOK_SECONDS, clock)
+        self._seen: tuple[Stack, float] = [], 0.0  # and the processor time
+        self._stands = False  # since the look before
         self._now: Waiting | None = None
         self._since, self._told = 0.0, False
         self._usual: deque[float] = deque(maxlen=NUM_USUAL)
@@ -68,6 +74,9 @@ class WaitWatch:
         """Answer requests, and check whether this rank waits unusually long."""
         found, now = self._read(), self._clock.look()
         if found is None or self._now is None or not found.same(self._now):
+            if found is not None and self._now is not None and not self._now.what and self._stands:
+                self._now = found  # the wait that the look before could not name
+                return
             if self._now is not None:
                 self._usual.append(now - self._since)
             self._now, self._since, self._told = found, now, False
@@ -78,14 +87,21 @@ class WaitWatch:
             self._tell(found, waited)
 
     def _read(self) -> Waiting | None:
-        """Answer requests. The current wait, if there is one."""
-        with reading() as free:
-            return self._read_stack(self._stack() if free else None)
-
-    def _read_stack(self, stack: Stack | None) -> Waiting | None:
+        """The current wait, if there is one; answers requests. The frames end with the call."""
+        stack = self._looked_at()
         if self._run_dir is not None:
             answer(self._run_dir, self.rank, stack)
-        return None if stack is None else wait(stack, self._cpu())
+        found = wait(stack, self._cpu())
+        if found is None and may_wait(stack):  # a short one, so far: it has no name
+            return Waiting(object(), "", "", ())
+        return found
+
+    def _looked_at(self) -> Stack:
+        """The main thread's stack; with its frames if it has stood in a wait since the last look."""
+        seen = self._stack(), self._cpu()
+        self._stands = seen[0] == self._seen[0] and seen[1] - self._seen[1] < _MOST_COMPUTED
+        self._seen = seen
+        return self._frames() if self._stands and may_wait(seen[0]) else seen[0]
 
     def _most(self) -> float:
         # Among few waits a single one, such as for another rank's first step, would dominate.
@@ -141,7 +157,8 @@ def watch_waits() -> None:
     made = WaitWatch(
         rank,
         Path(directory) if directory else None,
-        lambda: main_stack(main_thread),
+        lambda: stack_of(main_thread),
+        frames=lambda: frames_of(main_thread),
         first=rank // size * size,
         size=size,
         cpu=lambda: time.clock_gettime(clock),

@@ -32,9 +32,9 @@ from tutti.launch.records import (
 )
 from tutti.launch.script import Script, error_text, exit_code
 from tutti.launch.stand_in import die_with_parent, stand_in
+from tutti.launch.thread_stacks import Stack, frames_of, stack_of, traceback_stack
 from tutti.launch.waits import watch_waits
-from tutti.launch.whereabouts import Stack, collective, main_stack, traceback_stack, user_line
-from tutti.stack_reads import reading
+from tutti.launch.whereabouts import collective, may_wait, user_line
 
 STOPPED = 128 + signal.SIGTERM
 INTERRUPTED = 128 + signal.SIGINT
@@ -157,8 +157,8 @@ def _first_of(exc: BaseException) -> BaseException:
     return exc
 
 
-def _in_transport(stack: list[tuple[FrameType, int]]) -> bool:
-    return bool(stack) and "distributed" in stack[0][0].f_code.co_filename
+def _in_transport(stack: Stack) -> bool:
+    return bool(stack) and "distributed" in stack[0].file
 
 
 def _detach() -> None:
@@ -228,21 +228,17 @@ def _last_place(main_thread: int) -> tuple[str, str]:
     It may be about to wait, or about to raise because a peer is gone: that place tells more.
     """
     until = time.monotonic() + RECORD_SECONDS
-    found = _place(main_thread)
+    stack = stack_of(main_thread)
+    found = _place(stack)
     while time.monotonic() < until and (_ending.is_set() or not found[1]):
         time.sleep(POLL_SECONDS)
-        found = _place(main_thread)
+        before, stack = stack, stack_of(main_thread)
+        stands = stack == before and may_wait(stack)
+        found = _place(frames_of(main_thread) if stands else stack)
     return found
 
 
-def _place(main_thread: int) -> tuple[str, str]:
-    """The main thread's line and collective now. During a trace only of a process that ends here."""
-    ends = signal.getsignal(signal.SIGTERM) is _stop
-    with reading() as free:
-        return _place_in(main_stack(main_thread)) if free or ends else ("", "")
-
-
-def _place_in(stack: Stack) -> tuple[str, str]:
+def _place(stack: Stack) -> tuple[str, str]:
     return user_line(stack), collective(stack)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import (
 __all__ = [
     "METADATA_OF_NODES",
     "PythonKeyTracer",  # whose nodes get their line and region; public: a hook for new nodes
+    "functorch_on",
     "get_proxy_mode",  # the current trace; public: none
     "get_proxy_slot",  # the node of a traced value; public: none
     "plain_of_functional",
@@ -30,6 +32,10 @@ __all__ = [
 ]
 
 _torch: Any = torch
+_FUNCTORCH = (
+    _torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode,
+    _torch._C.DispatchKey.FuncTorchDynamicLayerBackMode,
+)
 
 
 def trace(
@@ -44,7 +50,29 @@ def trace(
     Public: none, `torch.export` has no backward.
     """
     made = make_fx(function, table, tracing_mode="real", _disable_torch_fn_metadata_mode=True)  # type: ignore[arg-type]
-    return made(*inputs)
+    with functorch_on():
+        return made(*inputs)
+
+
+@contextlib.contextmanager
+def functorch_on() -> Iterator[None]:
+    """Context in which the transforms of `torch.func` see each op.
+
+    Why: `Tensor.__repr__` turns them off until a variable of it dies, which a thread may keep alive that
+    samples stacks: `functionalize` would lose writes into new tensors. Public: none.
+    """
+    excluded, exclude = (
+        torch._C._dispatch_tls_is_dispatch_key_excluded,
+        torch._C._dispatch_tls_set_dispatch_key_excluded,
+    )
+    off = [key for key in _FUNCTORCH if excluded(key)]
+    for key in off:
+        exclude(key, False)
+    try:
+        yield
+    finally:
+        for key in off:
+            exclude(key, True)
 
 
 def without_code() -> Any:

@@ -27,7 +27,6 @@ from tutti.graph.edits.patch import replaced
 from tutti.graph.ops.fused_updates import BY_RECORDED, Kernel
 from tutti.graph.ops.plain_attention import PLAIN_FORMS
 from tutti.graph.randomness.draw import draw
-from tutti.stack_reads import unread
 from tutti.torch_private.fake_tensors import FakeTensorMode
 from tutti.torch_private.op_tables import OpOverload, overload_name, schema_of
 from tutti.torch_private.tracing import PythonKeyTracer, trace
@@ -201,6 +200,6 @@ def functional_graph(
         replay.write_back()
         return found
 
-    with unread(), mode, torch.no_grad(), replaced((NODE_CARRIED, noted)):
+    with mode, torch.no_grad(), replaced((NODE_CARRIED, noted)):
         plain = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
         return trace(functionalize(run, remove="mutations"), plain)
