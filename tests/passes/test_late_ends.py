@@ -15,6 +15,7 @@ from tutti.passes import early_reductions
 from tutti.passes.pass_table import optimized
 from tutti.passes.target import Target
 from tutti.pipeline.ready import in_time
+from tutti.planner.memory import predict
 
 THREE = "data=2 pipe=2 micro=4 schedule=interleaved(3)"
 LAYOUTS = (
@@ -67,6 +68,16 @@ def test_a_rank_with_one_stage_waits_for_nothing_later() -> None:
     for body in bodies("stack", "data=2 pipe=2 micro=4 zero=1"):
         (part,) = body.last.values()
         assert ended(part) == (begun(part.graph), 0)
+
+
+@pytest.mark.parametrize("target", [Target(), Target(gpus=True)], ids=["here", "gpus"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_memory_of_a_rank_counts_reductions_under_way(layout: str, target: Target) -> None:
+    """A reduction that another part ends holds as much as one that ends at once."""
+    for one in in_time(stacks.subject("stack").program(Layout.parse(layout))).programs:
+        late, soon = (optimized(one, target, without=x) for x in ((), ("late_ends",)))
+        found = predict(one, late)
+        assert found.peak_nbytes == predict(one, soon).peak_nbytes > found.state_nbytes
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

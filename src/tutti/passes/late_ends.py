@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import fx
 
+from tutti.graph.analysis.collective_scratch import BEGUN
 from tutti.graph.edits.edit import NOTES
 from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import Body, LoopPart
@@ -52,7 +53,7 @@ def _moved(part: LoopPart, later: LoopPart, name: str) -> tuple[LoopPart, LoopPa
             first = next(n for n in later.graph.nodes if n.op != "placeholder")
             with later.graph.inserting_before(first):
                 given[x] = later.graph.placeholder(f"open_{name}_{x.name}")
-            given[x].meta = {k: x.meta[k] for k in ("val", "sharding") if k in x.meta}
+            given[x].meta = {k: x.meta[k] for k in ("val", "sharding", BEGUN) if k in x.meta}
         return given[x]
 
     begun = {node: _begun(node) for node in ends}
@@ -87,7 +88,8 @@ def _begun(node: fx.Node) -> fx.Node:
         return node.args[0]  # type: ignore[return-value]
     with node.graph.inserting_before(node):
         start = node.graph.call_function(collectives.start, node.args)
-    start.meta = {k: node.meta[k] for k in NOTES if k in node.meta} | {"val": None}
+    start.meta = {k: node.meta[k] for k in NOTES if k in node.meta}
+    start.meta |= {"val": None, BEGUN: node.meta["val"]}
     return start
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from tutti.graph.analysis.collective_scratch import BEGUN
 from tutti.graph.analysis.cost import flops_of
 from tutti.graph.analysis.order import late_casts, positions_of
 from tutti.graph.edits.edit import NOTES
@@ -111,7 +112,7 @@ def _split(graph: fx.Graph, node: fx.Node, begin: fx.Node, first_user: fx.Node) 
     notes = {k: node.meta[k] for k in NOTES if k in node.meta}
     with graph.inserting_before(begin):
         start = graph.call_function(collectives.start, node.args)
-    start.meta = notes | {"val": None}
+    start.meta = notes | {"val": None, BEGUN: node.meta["val"]}
     with graph.inserting_before(first_user):
         finish = graph.call_function(collectives.finish, (start, node.args[1]))
     finish.meta = notes | {"val": node.meta["val"]}

@@ -148,10 +148,10 @@ def _sent_early(body: Body) -> Body:
 
 def _note_carriers(graph: fx.Graph, target: Target) -> None:
     """Note the collectives between ranks that share memory, and those of a plan for GPUs."""
-    for node in (n for n in graph.nodes if is_move(n)):
-        if collectives.axes_of(node) in target.shared:
+    for node in graph.nodes:
+        if is_move(node) and collectives.axes_of(node) in target.shared:
             node.meta[CARRIED_BY] = MEMORY
-        elif target.gpus:
+        elif target.gpus and (is_move(node) or node.target is collectives.finish):
             node.meta[CARRIED_BY] = GPUS
 
 

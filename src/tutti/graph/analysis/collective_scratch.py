@@ -23,6 +23,8 @@ from tutti.torch_private.fake_tensors import FakeTensorMode, empty_fake
 # The note of a collective that Gloo does not carry: what carries it.
 CARRIED_BY = "carried_by"
 MEMORY, GPUS = "memory", "gpus"
+# The note of a `start`, and of an input under way since another part: the values at its end.
+BEGUN = "begun"
 _SEVERAL = (collectives.together, collectives.start)
 
 
@@ -31,9 +33,7 @@ def results_in(node: fx.Node, mode: FakeTensorMode) -> list[Tensor]:
 
     A reduction of several tensors has one piece of memory for each dtype.
     """
-    vals = node.meta["val"]
-    if node.target is collectives.start:
-        vals = next(u.meta["val"] for u in node.users if u.target is collectives.finish)
+    vals = node.meta[BEGUN] if node.target is collectives.start else node.meta["val"]
     made = [empty_fake(mode, tuple(x.shape), x.dtype, x.device) for x in vals]
     if len(vals) < 2 or node.args[0] not in ("all_reduce", "reduce_scatter"):
         return made

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from tutti.graph.analysis.aliases import IN_PLACE, keeps_order
-from tutti.graph.analysis.collective_scratch import is_of_gpus, results_in
+from tutti.graph.analysis.collective_scratch import BEGUN, is_of_gpus, results_in
 from tutti.graph.analysis.known_calls import called
 from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import loop
@@ -94,8 +94,10 @@ class Storages:
                 return self._shared(node, *map_arg(node.args, self.fakes.__getitem__))
         if node.target in (collectives.together, collectives.start) and not is_of_gpus(node):
             return results_in(node, self.mode)
-        if node.target is collectives.finish and not is_of_gpus(node.args[0]):  # type: ignore[arg-type]
+        if node.target is collectives.finish and not is_of_gpus(node):
             return self.fakes[node.args[0]]  # type: ignore[index]
+        if node.op == "placeholder" and BEGUN in node.meta:
+            return self._fresh(node.meta[BEGUN])
         if node.op != "call_function" or node.target in _NAMES:
             return self._fresh(given)
         if not isinstance(given, Tensor):
