@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import ast
 import math
 import threading
@@ -156,12 +157,20 @@ def test_what_is_put_there_by_then_is_put_back_after_an_error() -> None:
     assert dict(vars(Owner)) == before
 
 
-@pytest.mark.parametrize("guarded", [True, False])
-def test_other_threads(guarded: bool) -> None:
+def test_other_threads() -> None:
     owner = SimpleNamespace(name="owner", function=lambda: "plain")
-    with replaced((Patch(owner, "function", "a test", this_thread=guarded), lambda: "new")):
+    with replaced((Patch(owner, "function", "a test"), lambda: "new")):
         assert owner.function() == "new"
-        assert in_another_thread(owner.function) == ("plain" if guarded else "new")
+        assert in_another_thread(owner.function) == "plain"
+
+
+def test_a_thread_that_python_has_not_started_works_for_this_one() -> None:
+    """As those of the autograd engine."""
+    found: SimpleQueue[str] = SimpleQueue()
+    owner = SimpleNamespace(name="owner", function=lambda: "plain")
+    with replaced((Patch(owner, "function", "a test"), lambda: "new")):
+        _thread.start_new_thread(lambda: found.put(owner.function()), ())
+        assert found.get(timeout=10.0) == "new"
 
 
 def test_other_threads_read_and_write_properties() -> None:
@@ -171,7 +180,7 @@ def test_other_threads_read_and_write_properties() -> None:
     written: list[Any] = []
     instead = property(lambda self: "new", lambda self, value: written.append(value))
     held = Held()
-    with replaced((Patch(Held, "x", "a test", this_thread=True), instead)):
+    with replaced((Patch(Held, "x", "a test"), instead)):
         assert held.x == "new" and in_another_thread(lambda: held.x) == "plain"
         in_another_thread(lambda: setattr(held, "x", 1))
         held.x = 2
@@ -193,10 +202,54 @@ def test_another_thread_reads_the_clock_and_writes_data_meanwhile() -> None:
     assert found.get()
 
 
-def test_which_rows_are_guarded() -> None:
-    guarded = {p for p in PATCHES if p.this_thread}
-    others = (patch_table.DATA, patch_table.DEFAULT_GROUP, *patch_table.CLOCKS.values())
-    assert guarded == {*others, *patch_table.ENTROPY, *patch_table.PROCESSES}
+def trained_elsewhere() -> Any:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    for i, p in enumerate(model.parameters()):
+        nn.init.constant_(p, 0.1 * i)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.tensor([0, 1, 4])).square().sum().backward()
+    optimizer.step()
+    grads = [p.grad for p in model.parameters()]
+    optimizer.zero_grad()
+    return [*grads, *model.parameters(), *(p.grad is None for p in model.parameters())]
+
+
+def numbers_of_values() -> Any:
+    x = torch.tensor([0.0, 2.0, 2.0])
+    x[x > 1] = torch.tensor(3.0)
+    return [
+        x.nonzero().tolist(),
+        torch.unique(x).tolist(),
+        float(x.max()),
+        bool(x.any()),
+        float(f"{x[1]}"),
+    ]
+
+
+def drawn() -> Any:
+    torch.manual_seed(3)
+    return [torch.rand(3), torch.distributions.Normal(0.0, 1.0).sample()]
+
+
+def shared_memory() -> Any:
+    x = torch.arange(3)
+    return [x.numpy().tolist(), torch.from_dlpack(x), x.data_ptr() > 0]
+
+
+@pytest.mark.parametrize("work", [trained_elsewhere, numbers_of_values, drawn, shared_memory])
+def test_another_thread_works_as_ever_meanwhile(work: Callable[[], Any]) -> None:
+    """As one that acts in an environment with another model."""
+    wanted = work()
+    found: SimpleQueue[Any] = SimpleQueue()
+
+    def tried() -> None:
+        try:
+            found.put(in_another_thread(work))
+        except Exception as error:
+            found.put(error)
+
+    captured(tried)
+    torch.testing.assert_close(found.get(), wanted, rtol=0, atol=0)
 
 
 def test_functions_of_math_take_plain_numbers_in_another_thread_meanwhile() -> None:
@@ -248,18 +301,18 @@ def test_each_row_has_a_reason_of_one_line() -> None:
 
 def table() -> str:
     """The rows of the documentation: names of one owner that are replaced for one reason."""
-    grouped: dict[tuple[str, str, bool], list[str]] = {}
+    grouped: dict[tuple[str, str], list[str]] = {}
     for p in PATCHES:
-        grouped.setdefault((p.place, p.reason, p.this_thread), []).append(f"`{p.name}`")
+        grouped.setdefault((p.place, p.reason), []).append(f"`{p.name}`")
     return "\n".join(
-        f"| `{place}` | {', '.join(names)} | {reason} | {'this one' if guarded else 'all'} |"
-        for (place, reason, guarded), names in grouped.items()
+        f"| `{place}` | {', '.join(names)} | {reason} |"
+        for (place, reason), names in grouped.items()
     )
 
 
 def test_the_documentation_has_the_table() -> None:
     page = (ROOT / "docs/concepts/capture.md").read_text()
-    head = "| of | replaced | reason | threads |\n| --- | --- | --- | --- |\n"
+    head = "| of | replaced | reason |\n| --- | --- | --- |\n"
     rows = page.split(head)[1].split("\n\n")[0]
     found, wanted = set(_cells(rows)), set(_cells(table()))
     assert wanted <= found  # this PyTorch may lack a collective
@@ -267,8 +320,8 @@ def test_the_documentation_has_the_table() -> None:
 
 
 def _cells(rows: str) -> Iterator[tuple[str, ...]]:
-    """Each attribute of a table's rows: its owner, its name, the reason, the threads."""
+    """Each attribute of a table's rows: its owner, its name, the reason."""
     for row in rows.splitlines():
-        place, names, reason, threads = row.strip("| ").split(" | ")
+        place, names, reason = row.strip("| ").split(" | ")
         for name in names.split(", "):
-            yield place, name, reason, threads
+            yield place, name, reason

@@ -11,7 +11,7 @@ from tutti.torch_private.default_group import DEFAULT_GROUP
 
 
 def test_one_thread_finds_no_group_while_others_do() -> None:
-    group = Patch(*DEFAULT_GROUP, "a test", this_thread=True)
+    group = Patch(*DEFAULT_GROUP, "a test")
     nothing = property(lambda _: None, group.original.fset)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -51,9 +51,7 @@ GRAD = Patch(Tensor, "grad", _GRADIENTS)
 OPTIMIZER_ZERO_GRAD = Patch(Optimizer, "zero_grad", _GRADIENTS)
 MODULE_ZERO_GRAD = Patch(nn.Module, "zero_grad", _GRADIENTS)
 ZERO = Patch(Tensor, "zero_", _GRADIENTS)
-DATA = Patch(
-    Tensor, "data", "`x.data = value` becomes a write that the trace sees", this_thread=True
-)
+DATA = Patch(Tensor, "data", "`x.data = value` becomes a write that the trace sees")
 
 # Optimizers and models, in `state/`: `fused.py`, `optimizer_copies.py`, `models.py`, `left_modes.py`.
 FUSED = each(
@@ -201,12 +199,11 @@ CLOCKS = each(
     time,
     (*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS)),
     "a user's line that reads the clock is warned of",
-    this_thread=True,
 )
 _DRAWN = "a user's line that reads the system's random bytes is warned of"
 ENTROPY = (
-    Patch(os, "urandom", _DRAWN, this_thread=True),
-    Patch(random, "_urandom", _DRAWN, this_thread=True),
+    Patch(os, "urandom", _DRAWN),
+    Patch(random, "_urandom", _DRAWN),
 )
 _QUERIES = ("get_rank", "get_world_size")
 _COLLECTIVES = (
@@ -229,13 +226,11 @@ def _of_processes() -> Iterator[Patch]:
             answer = "of one process it is nothing, or refused"
         for module in (dist, distributed_c10d):
             if hasattr(distributed_c10d, name) and hasattr(module, name):
-                yield Patch(module, name, answer, this_thread=True)
+                yield Patch(module, name, answer)
 
 
 PROCESSES = tuple(_of_processes())
-DEFAULT_GROUP = Patch(
-    *default_group.DEFAULT_GROUP, "the step sees no process group", this_thread=True
-)
+DEFAULT_GROUP = Patch(*default_group.DEFAULT_GROUP, "the step sees no process group")
 
 
 def _flat(*rows: Patch | dict[str, Patch] | tuple[Patch, ...]) -> tuple[Patch, ...]:

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tutti.capture.backwards import Engine, around_backward
 from tutti.errors import LayoutError
+from tutti.graph.edits.patch import hook_here
 
 # The compute dtype of a layout's `precision`; None keeps the model's dtypes.
 DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
@@ -35,8 +36,8 @@ def computing(precision: str, model: nn.Module) -> Iterator[None]:
         return
     forward = _Forward(_device_type(model))
     hooks = [
-        register_module_forward_pre_hook(forward.on_module),
-        register_optimizer_step_pre_hook(forward.on_optimizer),
+        register_module_forward_pre_hook(hook_here(forward.on_module)),
+        register_optimizer_step_pre_hook(hook_here(forward.on_optimizer)),
     ]
     try:
         with _autocast(forward.device_type, dtype), around_backward(forward.around):

@@ -22,7 +22,7 @@ from tutti.capture.backwards import Engine, around_backward
 from tutti.capture.patch_table import NODE_NOTED
 from tutti.capture.second_trace.constant_writes import refuse_real_write
 from tutti.capture.second_trace.random_ops import is_random, rewinding
-from tutti.graph.edits.patch import replaced
+from tutti.graph.edits.patch import hook_here, replaced
 from tutti.torch_private.autograd_engine import (
     next_node_number,
     running_node_number,
@@ -99,8 +99,8 @@ def watching(model: nn.Module, ignore: frozenset[int] = frozenset()) -> Iterator
         _name_outputs(watch.modules.pop(), out)
 
     hooks = [
-        register_module_forward_pre_hook(enter),
-        register_module_forward_hook(leave, always_call=True),
+        register_module_forward_pre_hook(hook_here(enter)),
+        register_module_forward_hook(hook_here(leave), always_call=True),
     ]
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced((NODE_NOTED, noted)))
@@ -130,8 +130,8 @@ def _regions(watch: Watch) -> Iterator[None]:
     def leaving(_opt: Optimizer, _args: Any, _kwargs: Any) -> None:
         watch.in_update -= 1
 
-    pre = register_optimizer_step_pre_hook(entering)
-    post = register_optimizer_step_post_hook(leaving)
+    pre = register_optimizer_step_pre_hook(hook_here(entering))
+    post = register_optimizer_step_post_hook(hook_here(leaving))
     try:
         with around_backward(noted):
             yield

@@ -24,6 +24,7 @@ from torch.nn.modules.module import (
 
 from tutti.capture.python.held_values import Table, named
 from tutti.errors import CaptureError
+from tutti.graph.edits.patch import hook_here
 from tutti.user_lines import quoted, user_line
 
 
@@ -47,8 +48,8 @@ def no_host_randomness(tables: Sequence[Table]) -> Iterator[None]:
             lines.append(quoted(user_line()))
 
     hooks = [
-        register_module_forward_pre_hook(look),
-        register_module_forward_hook(look),
+        register_module_forward_pre_hook(hook_here(look)),
+        register_module_forward_hook(hook_here(look)),
     ]
     try:
         yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -25,7 +24,7 @@ from tutti.capture.patch_table import (
 )
 from tutti.capture.python.known_values import UNKNOWN, known
 from tutti.errors import CaptureError
-from tutti.graph.edits.patch import Patch, replaced
+from tutti.graph.edits.patch import Patch, caller, replaced
 from tutti.torch_private.fake_tensors import FakeTensor
 from tutti.torch_private.pytrees import tree_leaves, tree_map_only
 from tutti.user_lines import is_users, quoted, user_line
@@ -73,7 +72,7 @@ _TEXT = _refuse(
 
 def _reduced(x: Any, protocol: Any) -> Any:
     """`copy.copy` works as before; a pickle has no value to write."""
-    if sys._getframe(1).f_globals.get("__name__") == "copy":
+    if caller().f_globals.get("__name__") == "copy":
         return _REDUCE(x, protocol)
     return _PICKLE()
 
@@ -123,7 +122,7 @@ def _address(patch: Patch) -> Callable[..., Any]:
 
     def asked(x: Any) -> Any:
         has_none = isinstance(x, FakeTensor) or x.device.type == "meta"
-        if has_none and is_users(sys._getframe(1).f_code.co_filename):
+        if has_none and is_users(caller().f_code.co_filename):
             return _WHERE()
         return plain(x)
 

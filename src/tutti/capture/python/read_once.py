@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 from tutti.capture.patch_table import CLOCKS, ENTROPY
 from tutti.capture.python.held_values import Table, named
 from tutti.capture.python.reach import is_code_of_library
-from tutti.graph.edits.patch import Patch, here_only, replaced
+from tutti.graph.edits.patch import Patch, caller, here_only, replaced
 from tutti.user_lines import quoted
 
 # Modules whose functions draw the system's random bytes for their callers.
@@ -31,7 +30,7 @@ def read_once_watched(tables: Sequence[Table]) -> Iterator[None]:
 
     def watched(patch: Patch, own: Callable[..., Any]) -> Callable[..., Any]:
         def read(*args: Any) -> Any:
-            frame = _caller(sys._getframe(2))  # above the thread's guard
+            frame = _caller(caller())
             at = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             if at not in told and not is_code_of_library(frame.f_code):
                 told.add(at)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import CodeType
@@ -27,7 +26,7 @@ from tutti.capture.python.read_places import Place, Places
 from tutti.capture.python.ways_out import of_stack
 from tutti.capture.value_readers import READER, THE_STEP, ValueReader
 from tutti.errors import CaptureError
-from tutti.graph.edits.patch import Patch, replaced
+from tutti.graph.edits.patch import Patch, caller, replaced
 from tutti.torch_private.symbolic import (
     ConstantSource,
     DimDynamic,
@@ -220,7 +219,7 @@ def symbols_stay(symbols: Symbols) -> Iterator[None]:
         does = _WRITES if patch.name in ("__format__", "__str__", "__repr__") else _CONVERTS
 
         def checked(x: Any, *rest: Any) -> Any:
-            if is_users(sys._getframe(1).f_code.co_filename) and symbols.is_read(x):
+            if is_users(caller().f_code.co_filename) and symbols.is_read(x):
                 refuse_conversion() if does is _CONVERTS else _refuse(does, _OUTSIDE)
             return plain(x, *rest)
 
@@ -232,7 +231,7 @@ def symbols_stay(symbols: Symbols) -> Iterator[None]:
         def checked(x: Any) -> Any:
             if (answer := known(x, plain)) is not UNKNOWN:
                 return answer
-            if is_users(sys._getframe(1).f_code.co_filename):
+            if is_users(caller().f_code.co_filename):
                 refuse_conversion()
             return plain(x)
 

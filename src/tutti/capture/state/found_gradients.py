@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tutti.capture.state.gradients import plain_gradient
 from tutti.graph.edits.edit import GRADIENT_OF
+from tutti.graph.edits.patch import hook_here
 
 # By name: "0/layer.weight" is the gradient at the step's first call of an optimizer.
 Found = dict[str, Tensor]
@@ -32,7 +33,7 @@ def found_gradients(model: nn.Module, *, wanted: bool = True) -> Iterator[Found]
                 found[f"{calls}/{names[id(p)]}"] = grad.detach().clone()
         calls += 1
 
-    hook = register_optimizer_step_pre_hook(entering) if wanted else None
+    hook = register_optimizer_step_pre_hook(hook_here(entering)) if wanted else None
     try:
         yield found
     finally:

@@ -23,7 +23,7 @@ from tutti.capture.backwards import Engine, around_backward
 from tutti.capture.patch_table import GRAD, MODULE_ZERO_GRAD, OPTIMIZER_ZERO_GRAD, ZERO
 from tutti.capture.state.lift import StateTensor, optimizers_of
 from tutti.errors import CaptureError
-from tutti.graph.edits.patch import replaced
+from tutti.graph.edits.patch import hook_here, replaced
 from tutti.torch_private.autograd_engine import version_of
 from tutti.torch_private.dispatch_modes import no_torch_function
 from tutti.torch_private.fake_tensors import FakeTensor
@@ -369,7 +369,7 @@ def watched_gradients(
         for p in self.parameters():
             grads.clear(p, set_to_none)
 
-    hook = register_optimizer_step_pre_hook(grads.before_update)
+    hook = register_optimizer_step_pre_hook(hook_here(grads.before_update))
     try:
         with (
             around_backward(looking),

@@ -1,13 +1,18 @@
-"""Temporary replacements of attributes of other libraries, each a value with its reason."""
+"""Temporary replacements of attributes of other libraries, each a value with its reason.
+
+A function is replaced for one thread. A script's other threads, such as one that prepares batches or acts in
+an environment, call the original meanwhile. Threads of PyTorch's autograd engine work for the first one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 _MISSING: Any = object()
@@ -19,14 +24,12 @@ class Patch:
 
     owner: the module, class or object that has it.
     reason: why, in one line.
-    this_thread: other threads get the original meanwhile.
     create: the attribute need not exist before.
     """
 
     owner: Any
     name: str
     reason: str
-    this_thread: bool = False
     create: bool = False
 
     @property
@@ -84,25 +87,42 @@ def replaced(*pairs: tuple[Patch, Any]) -> Iterator[None]:
 
 def _guarded(patch: Patch, instead: Any) -> Any:
     original = patch.original
-    if not patch.this_thread:
-        return instead
-    if not isinstance(instead, property):
-        return here_only(instead, original)
-    plain = original if isinstance(original, property) else None
-    read = plain.fget if plain is not None else original.__get__
-    write = plain.fset if plain is not None else original.__set__
-    return property(here_only(instead.fget, read), here_only(instead.fset, write))
+    if isinstance(instead, property):
+        plain = original if isinstance(original, property) else None
+        read = plain.fget if plain is not None else getattr(original, "__get__", None)
+        write = plain.fset if plain is not None else getattr(original, "__set__", None)
+        return property(here_only(instead.fget, read), here_only(instead.fset, write))
+    return instead if isinstance(instead, type) else here_only(instead, original)
 
 
 def here_only(instead: Any, original: Any) -> Any:
-    """A function that is `instead` in this thread and `original` in every other one."""
-    if instead == original:
-        return original
+    """A function that is `instead` in this thread and `original` in every other one of Python's."""
+    if not callable(instead) or not callable(original) or instead == original:
+        return instead
     here, ident = threading.get_ident(), threading.get_ident
-    plain: Callable[..., Any] = original
 
     @functools.wraps(original)
     def chosen(*args: Any, **options: Any) -> Any:
-        return (instead if ident() == here else plain)(*args, **options)
+        if ident() == here or not _is_of_python():
+            return instead(*args, **options)
+        return original(*args, **options)
 
     return chosen
+
+
+def caller() -> FrameType:
+    """The frame that calls the replaced function which calls this one."""
+    frame: Any = sys._getframe(2)
+    while frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame
+
+
+def hook_here(hook: Any) -> Any:
+    """A hook of all modules or optimizers that PyTorch calls in this thread alone."""
+    return here_only(hook, lambda *_, **__: None)
+
+
+def _is_of_python() -> bool:
+    """Whether Python has started this thread."""
+    return not threading.current_thread().name.startswith("Dummy-")
