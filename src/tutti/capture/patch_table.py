@@ -38,9 +38,14 @@ from tutti.torch_private.value_checks import (
 )
 
 # Notes on nodes: `regions.py`, `second_trace/functional.py`.
-NODE_NOTED = Patch(PythonKeyTracer, "create_node", "a new node gets its region, line and module")
+NODE_NOTED = Patch(
+    PythonKeyTracer, "create_node", "a new node gets its region, line and module", all_threads=True
+)
 NODE_CARRIED = Patch(
-    PythonKeyTracer, "create_node", "a node of the second trace gets what the first one noted"
+    PythonKeyTracer,
+    "create_node",
+    "a node of the second trace gets what the first one noted",
+    all_threads=True,
 )
 
 # Backward: `backwards.py`, `state/gradients.py`, `state/rebound.py`.

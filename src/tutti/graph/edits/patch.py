@@ -1,7 +1,8 @@
 """Temporary replacements of attributes of other libraries, each a value with its reason.
 
-A function is replaced for one thread. A script's other threads, such as one that prepares batches or acts in
-an environment, call the original meanwhile. Threads of PyTorch's autograd engine work for the first one.
+A function is replaced for one thread, unless the replacement only takes less time or makes notes. A script's
+other threads, such as one that prepares batches or acts in an environment, call the original meanwhile.
+Threads of PyTorch's autograd engine work for the first one.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ class Patch:
     owner: the module, class or object that has it.
     reason: why, in one line.
     create: the attribute need not exist before.
+    all_threads: other threads get the replacement, too.
     """
 
     owner: Any
     name: str
     reason: str
     create: bool = False
+    all_threads: bool = False
 
     @property
     def place(self) -> str:
@@ -87,6 +90,8 @@ def replaced(*pairs: tuple[Patch, Any]) -> Iterator[None]:
 
 def _guarded(patch: Patch, instead: Any) -> Any:
     original = patch.original
+    if patch.all_threads:
+        return instead
     if isinstance(instead, property):
         plain = original if isinstance(original, property) else None
         read = plain.fget if plain is not None else getattr(original, "__get__", None)

@@ -12,10 +12,22 @@ from tutti.torch_private.quick_nodes import RECORD_OF_OPS, recorded
 from tutti.torch_private.tracing import METADATA_OF_NODES
 
 PATCHES = (
-    Patch(*SEARCH_OF_ARGUMENTS, "a new node's arguments are not searched for symbols to warn of"),
-    Patch(*METADATA_OF_NODES, "a value is described once, as `val`"),
-    Patch(*SNAPSHOTS, "the value of a node is copied without the checks of a new fake"),
-    Patch(*RECORD_OF_OPS, "an op with plain arguments is recorded without a search among them"),
+    Patch(
+        *SEARCH_OF_ARGUMENTS,
+        "a new node's arguments are not searched for symbols to warn of",
+        all_threads=True,
+    ),
+    Patch(*METADATA_OF_NODES, "a value is described once, as `val`", all_threads=True),
+    Patch(
+        *SNAPSHOTS,
+        "the value of a node is copied without the checks of a new fake",
+        all_threads=True,
+    ),
+    Patch(
+        *RECORD_OF_OPS,
+        "an op with plain arguments is recorded without a search among them",
+        all_threads=True,
+    ),
 )
 
 
