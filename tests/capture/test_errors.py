@@ -45,6 +45,18 @@ def sizing(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tens
     return update(model, optimizer, cross_entropy(model(x[:rows]), y[:rows]))
 
 
+def sizing_later(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    if y.sum() > 0:  # a branch is no size
+        x = 2 * x
+    rows = 2 + (y >= 0).sum().item()  # later size here
+    return update(model, optimizer, cross_entropy(model(x[2:rows]), y[2:rows]))
+
+
+def rolling(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    first = y.argmax().item()  # shift here
+    return update(model, optimizer, cross_entropy(model(x.roll(-first, 1)), y))
+
+
 def converting(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     scale = int(x.abs().max())  # int here
     return update(model, optimizer, cross_entropy(model(x / scale), y))
@@ -87,6 +99,14 @@ def writing(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Ten
 WAYS_OUT: dict[str, tuple[Step, str, str, str]] = {
     "text": (writing_text, "value into a text", "# text here", "return the tensor"),
     "size": (sizing, "makes a size of a tensor's value", "# size here", "mask"),
+    "later size": (
+        *(sizing_later, "makes a size of a tensor's value"),
+        *("# later size here", "mask"),
+    ),
+    "shift": (
+        *(rolling, "a position or a bound for aten.roll.default of a tensor's value"),
+        *("# shift here", "torch.gather"),
+    ),
     "int": (converting, "makes a plain number", "# int here", "x.long().item()"),
     "nonzero": (selecting, "nonzero", "# nonzero here", "torch.where"),
     "mask": (masking, "shape that depends on values", "# mask here", "torch.where"),

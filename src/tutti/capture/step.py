@@ -46,11 +46,10 @@ from tutti.capture.python.read_values import (
     Reads,
     Symbols,
     held,
-    size_refused,
     symbols_stay,
 )
 from tutti.capture.python.sizes import FreeSizes
-from tutti.capture.python.symbols import SYMBOLS, looked_at_by_ops, on_symbols
+from tutti.capture.python.symbols import SYMBOLS, looked_at_by_ops, on_symbols, size_refused
 from tutti.capture.python.user_globals import in_place_of
 from tutti.capture.refusals import explained
 from tutti.capture.regions import watching
@@ -276,7 +275,7 @@ def _traced(
             traced, lifted.names, {*numbers, str(ITEM)}, lifted.free_symbols
         )
         if str(ITEM) in looked_at:
-            raise size_refused(traced)
+            raise size_refused(looked_at[str(ITEM)])
         new = lifted.changed - findings.varying - findings.fixed - {h.name for h in lifted.hypers}
         if looked_at:
             findings.fixed |= {entry.name for name in looked_at for entry in numbers[name].entries}

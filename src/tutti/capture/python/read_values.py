@@ -280,14 +280,3 @@ def _refuse(does: str, fix: str) -> NoReturn:
             fix=told.fix,
         )
     )
-
-
-def size_refused(traced: fx.GraphModule) -> CaptureError:
-    """The error for a read value that becomes a size or a position."""
-    sources = (n.meta.get("source") for n in traced.graph.nodes if n.target is ITEM)
-    return CaptureError(
-        "the step makes a size of a tensor's value",
-        at=quoted(next(filter(None, sources), "")),
-        why="every shape must be known before the step runs",
-        fix="a mask and torch.where, or a size that the step is given as an argument",
-    )

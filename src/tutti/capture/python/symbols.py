@@ -19,9 +19,11 @@ from tutti.capture.patch_table import (
 )
 from tutti.capture.python.read_values import ITEM, Symbols
 from tutti.capture.python.user_globals import like
+from tutti.errors import CaptureError
 from tutti.graph.edits.patch import replaced
 from tutti.torch_private.op_tables import OpOverload, schema_of
 from tutti.torch_private.symbolic import expression_of, function_of_symbol
+from tutti.user_lines import quoted
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _log2, _sqrt = function_of_symbol("log2"), function_of_symbol("sqrt")
@@ -156,8 +158,9 @@ def looked_at_by_ops(
     names: Sequence[str],
     wanted: set[str],
     sizes: Collection[Any] = frozenset(),
-) -> set[str]:
-    """The names of numbers that a trace uses as a size or a position: they cannot be inputs of its graph.
+) -> dict[str, fx.Node]:
+    """The names of numbers that a trace uses as a size or a position, each with the first op that does: they
+    cannot be inputs of its graph.
 
     Args:
         names: of the placeholders, in order.
@@ -165,7 +168,7 @@ def looked_at_by_ops(
         sizes: symbols of sizes of the batch, not of numbers.
     """
     comes_from: dict[fx.Node, set[str]] = {}
-    found: set[str] = set()
+    found: dict[str, fx.Node] = {}
     given = iter(names)
     for node in traced.graph.nodes:
         if node.op == "placeholder":
@@ -179,11 +182,42 @@ def looked_at_by_ops(
         if isinstance(node.meta.get("val"), SYMBOLS):
             comes_from[node] = mine
         elif mine and (_sizes_of(node) or _is_symbolic(node, sizes)):
-            found |= mine if _is_symbolic(node, sizes) else _from_sizes(node, comes_from)
+            used = mine if _is_symbolic(node, sizes) else _from_sizes(node, comes_from)
+            found = dict.fromkeys(used, node) | found
     return found
 
 
-def _is_symbolic(node: fx.Node, sizes: Collection[Any]) -> bool:
+def size_refused(user: fx.Node) -> CaptureError:
+    """The error for a read value that `user` takes as a size or a position."""
+    at = quoted(next(filter(None, (n.meta.get("source") for n in _reads_of(user))), ""))
+    if _is_symbolic(user):
+        return CaptureError(
+            "the step makes a size of a tensor's value",
+            at=at,
+            why="every shape must be known before the step runs",
+            fix="a mask and torch.where, or a size that the step is given as an argument",
+        )
+    return CaptureError(
+        f"the step makes a position or a bound for {user.target} of a tensor's value",
+        at=at,
+        why="the op takes a plain number there, and the step is captured before it has values",
+        fix="an op that takes it as a tensor, as torch.gather does; or give the number to the step",
+    )
+
+
+def _reads_of(user: fx.Node) -> Iterator[fx.Node]:
+    """The reads of values that reach an op as numbers."""
+    todo = [user]
+    while todo:
+        node = todo.pop()
+        if node.target is ITEM:
+            yield node
+        elif node is user or isinstance(node.meta.get("val"), SYMBOLS):
+            todo += reversed(node.all_input_nodes)
+
+
+def _is_symbolic(node: fx.Node, sizes: Collection[Any] = frozenset()) -> bool:
+    """Whether the shape of an op's result depends on a symbol that is none of `sizes`."""
     val = node.meta.get("val")
     return isinstance(val, Tensor) and not all(
         type(n) is int
