@@ -21,6 +21,8 @@ IMAGES = [
     (16, 16, 32, 8, 3, 1, 1),
     (16, 20, 24, 8, 3, 1, 1),
     (16, 16, 16, 16, 4, 2, 1),
+    (4, 64, 64, 4, 3, 1, 1),  # few positions, and a large weight
+    (4, 64, 96, 4, 3, 2, 1),
 ]
 # The rest: dims, dilation, groups, transposed.
 PLAIN = (2, 1, 1, False)

@@ -60,6 +60,8 @@ def convolution_backward(operands: tuple[Any, ...], result: Any) -> int:
         wide = x.nbytes if max(stride) > 1 else given
         to_input = back + weights + wide
         most = max(most, to_input, 3 * own if max(stride) > 1 else wide + own)
+    if result[1] is not None:  # its gradient in blocks, then plain: of few positions the largest
+        most = max(most, own + weights + weight.nbytes)
     return max(0, most - sum(y.nbytes for y in result if y is not None))
 
 
