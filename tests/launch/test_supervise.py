@@ -195,6 +195,39 @@ def test_a_killed_server_goes_on_and_a_killed_worker_has_left(tmp_path: Path) ->
     assert 12 + left <= count <= 12 + left + 1
 
 
+@pytest.mark.parametrize("layout", ["replica=2 server=1", "replica=2 data=2 server=2"])
+@pytest.mark.parametrize(("sync", "how"), [("async", "killed"), ("bounded(2)", "ended")])
+def test_the_first_remaining_worker_saves(
+    tmp_path: Path, layout: str, sync: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a save that comes before the lease of the killed one is over."""
+    sys.path.insert(0, str(SCRIPT.parent))
+    import served_script
+
+    monkeypatch.delenv("TUTTI_LAYOUT", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+    def play(directory: Path) -> None:
+        wait_for(directory, "worker0", 3)
+        wait_for(directory, "worker1", 3)
+        if how == "killed":
+            kill(directory, "worker0")
+        wait_for_end(directory, "worker0")
+        (directory / "go").touch()
+
+    mark = ":" if how == "killed" else "-"
+    wrong = f"worker0{mark}3,worker0.1{mark}3,worker1:5,worker1.1:5"
+    code, said = played(tmp_path, f"{layout} sync={sync}", play, steps=6, wrong=wrong)
+    assert code == 0, said
+    model, optimizer = served_script.make()
+    step = tutti.distribute(served_script.train_step, model, optimizer, "")
+    step.load(tmp_path / "checkpoint")
+    assert step.num_steps == 6
+    torch.testing.assert_close(
+        step.state_dict(), torch.load(tmp_path / "worker1.pt", weights_only=True), rtol=0, atol=0
+    )
+
+
 def test_a_worker_dies_with_any_of_its_ranks(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

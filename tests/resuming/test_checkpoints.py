@@ -24,6 +24,7 @@ import tutti
 from captured_once import captured_once
 from ranks import Ranks
 from resuming.small_run import SmallRun, losses_of
+from tutti.environment import ROLE
 from tutti.errors import CheckpointError, TuttiError
 from tutti.resuming.due import Due
 
@@ -347,6 +348,23 @@ def test_a_second_run_in_the_folder_is_refused_with_the_first(alone: Any, tmp_pa
     os.waitpid(pid, 0)
     assert "another run saves into" in told.read_text()
     assert f"process {os.getpid()} on" in told.read_text() and folders(run) == [1]
+
+
+def test_a_worker_that_takes_over_saves_after_the_newest_step(
+    alone: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Worker 0 was ahead: its step has the later state. Afterwards the folder is free for worker 0 again."""
+    first = alone(every=8)
+    first.until(8)
+    first.checkpoints.close()
+    first.checkpoints._saver._lock = None
+    monkeypatch.setenv(ROLE.name, "worker 1")
+    second = alone(every=4)
+    second.until(8)
+    assert second.checkpoints.steps() == [8] and "holds step 8" in capsys.readouterr().err
+    second.until(12)
+    assert second.checkpoints.steps() == [8, 12] and not capsys.readouterr().err
+    assert second.checkpoints._saver._lock is None
 
 
 def test_rhythms() -> None:

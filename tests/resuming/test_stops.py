@@ -47,9 +47,9 @@ def losses(directory: Path, rank: int = 0) -> dict[int, str]:
     return {int(step): loss for step, loss in (line.split() for line in lines if line.count(" "))}
 
 
-def wait_for(directory: Path, step: int, process: Forked) -> None:
+def wait_for(directory: Path, step: int, process: Forked, rank: int = 0) -> None:
     until = time.monotonic() + START_SECONDS
-    while max(losses(directory), default=0) < step and time.monotonic() < until:
+    while max(losses(directory, rank), default=0) < step and time.monotonic() < until:
         assert process.poll() is None, process.communicate(timeout=10)
         time.sleep(0.005)
 
@@ -116,7 +116,28 @@ def test_servers_serve_until_the_workers_have_saved(tmp_path: Path, sync: str) -
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=RUN_SECONDS)
     assert process.returncode == 130 and "Error" not in err, out + err
-    assert saved(tmp_path)[-1] == max(losses(tmp_path)) < STEPS
+    # Worker 1 saves its last step, too, where worker 0 has left before.
+    assert saved(tmp_path)[-1] in (max(losses(tmp_path)), max(losses(tmp_path, 1)))
+    assert saved(tmp_path)[-1] < STEPS
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGTERM])
+def test_the_first_remaining_worker_saves(tmp_path: Path, number: int | None) -> None:
+    process = started(
+        tmp_path, "replica=2 server=1 sync=async", steps=40 if number is None else 400
+    )
+    wait_for(tmp_path, 5, process)
+    (run_dir,) = (tmp_path / "tmp").glob("tutti-*")
+    pid = read_script(run_dir, 0)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_for(tmp_path, max(losses(tmp_path)) + 8, process, rank=1)
+    if number is not None:
+        process.send_signal(number)
+    out, err = process.communicate(timeout=RUN_SECONDS)
+    assert process.returncode == (0 if number is None else 143), out + err
+    last = max(losses(tmp_path, 1))
+    assert saved(tmp_path)[-1] == last > max(losses(tmp_path))
 
 
 def test_replicas_end_well_after_the_loss_of_one(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ class Waited:
 
 @dataclass(frozen=True)
 class Noted:
-    """All that a server has to say to the user up to now: whole lines, each to be printed once."""
+    """All that a process has to say to the user up to now: whole lines, each to be printed once."""
 
     rank: int
     lines: list[str]

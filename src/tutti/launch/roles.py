@@ -76,6 +76,12 @@ def role_now(layout: Layout) -> Role:
     return Role.parse(text)
 
 
+def is_first_worker() -> bool:
+    """Whether this process is of worker 0, as is each process of a run without servers."""
+    role = Role.parse(ROLE.read() or f"{WORKER} 0")
+    return (role.kind, role.number) == (WORKER, 0)
+
+
 def secret() -> str:
     """The common secret of workers and servers; "" if there is none."""
     return SECRET.read()

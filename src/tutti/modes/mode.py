@@ -72,7 +72,7 @@ class Mode(Protocol):
         ...
 
     def writes(self) -> bool:
-        """Whether this process takes part in writing checkpoints."""
+        """Whether this process takes part in writing checkpoints; asked at each save, on all ranks."""
         ...
 
     @staticmethod

@@ -14,9 +14,8 @@ from tutti.calls.guards import guard_of
 from tutti.calls.outside_state import refuse_where_served
 from tutti.calls.running import Running
 from tutti.capture.python.assumed_values import Assumed
-from tutti.environment import ROLE
 from tutti.job import Job
-from tutti.launch.roles import SERVER, WORKER, Role, role_now
+from tutti.launch.roles import SERVER, Role, is_first_worker, role_now
 from tutti.modes.compiled_program import Compiled
 from tutti.partition.partition import Program
 from tutti.report.memory_course import memory_facts
@@ -119,9 +118,9 @@ class Served:
                 self._joined.hand_over()
 
     def writes(self) -> bool:
-        """Only the ranks of the first worker do."""
-        role = Role.parse(ROLE.read() or f"{WORKER} 0")
-        return (role.kind, role.number) == (WORKER, 0)
+        """Only the ranks of the first remaining worker do; before the first call, those of worker 0."""
+        side = self._joined
+        return side.is_first() if side is not None else is_first_worker()
 
 
 @dataclass(eq=False)

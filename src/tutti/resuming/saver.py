@@ -16,6 +16,8 @@ from tutti.calls.running import Running
 from tutti.checkpoint.owner_lock import OwnerLock
 from tutti.checkpoint.unanimous import Unanimous, ranks_of
 from tutti.errors import CheckpointError, CommError
+from tutti.launch.roles import is_first_worker
+from tutti.launch.telling import tell
 from tutti.remote_paths import is_of_one_process
 from tutti.resuming import random_states, run_folder
 from tutti.resuming.background_saves import DONE, BackgroundSaves, Made
@@ -31,6 +33,7 @@ from tutti.saving.step_checkpoint import by_ranks_left, open_for, state_share, w
 PREFIX = "run/"
 # A smaller state, of all ranks together, is written in less time than its hand-over to a process takes.
 SMALL_NBYTES = 2**24
+_BEHIND = "{folder} holds step {newest} of a worker that was ahead and has left: saves go on after that step"
 
 
 class Saver:
@@ -49,11 +52,11 @@ class Saver:
 
     @property
     def writes(self) -> bool:
-        """Whether this process takes part in saves: with servers, only the first worker does."""
+        """Whether this process takes part in a save: with servers, only the first remaining worker does."""
         return self._parts.main.mode.writes()
 
     def open(self, restored: int | None) -> None:
-        """Lock the folder, before the first save.
+        """Lock the folder, before the first save; a worker that takes over locks it for each save.
 
         Args:
             restored: the step from which the run goes on, if it does.
@@ -61,7 +64,7 @@ class Saver:
         Raises:
             CheckpointError: on every rank: another run saves there, or has saved later steps.
         """
-        if self.writes:
+        if is_first_worker():
             what = f"cannot save into {self._folder}"
             ranks_of().lead(what, lambda: self._open(restored))
 
@@ -190,7 +193,11 @@ class Saver:
                 here.enter_context(one.mode.state_here())
             if self.writes:
                 running = self._parts.main.mode.running
-                by_ranks_left(running, lambda ranks: self._save(step, metrics, history, ranks))
+                try:
+                    by_ranks_left(running, lambda ranks: self._save(step, metrics, history, ranks))
+                finally:
+                    if not is_first_worker():  # an earlier one may be heard of again
+                        self._lock = None
 
     def _save(
         self,
@@ -209,7 +216,10 @@ class Saver:
         what = self._what(step)
         ranks.each(what, make)
         ((save, tensors),) = made
-        ranks.lead(what, self._owned)
+        if newest := ranks.lead(what, lambda: self._owned(step)):
+            if int(newest) > step and ranks.leads:
+                tell(_BEHIND.format(folder=self._folder, newest=newest))
+            return
 
         def write_part(name: str, path: Path, extra: dict[str, Any]) -> None:
             more = share_of(tensors, ranks) if self._parts.main is steps[name] else {}
@@ -238,9 +248,13 @@ class Saver:
         digests, damaged = random_states.digests(random), frozenset(self.damaged)
         return RunSave(self._folder, record, digests, keep, damaged), writer.tensors
 
-    def _owned(self) -> str:
+    def _owned(self, step: int) -> str:
+        """Lock the folder; its newest step if that forbids a save of `step` by a worker that takes over."""
         self._own()
-        return ""
+        if is_first_worker():
+            return ""
+        steps = run_folder.whole_steps(self._folder, without=self.damaged)
+        return str(steps[-1].step) if steps and steps[-1].step >= step else ""
 
 
 def share_of(tensors: Mapping[str, Tensor], ranks: Unanimous) -> dict[str, Tensor]:

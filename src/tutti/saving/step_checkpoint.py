@@ -27,6 +27,7 @@ from tutti.checkpoint.unanimous import Unanimous, ranks_of
 from tutti.comm.collectives.group import collective_timeout
 from tutti.errors import CheckpointError, CommError
 from tutti.launch.ranks import ensure_process_group
+from tutti.launch.roles import is_first_worker
 from tutti.remote_paths import is_of_one_process, is_remote
 from tutti.saving import model_file, replica_checkpoint, saved_values, weight_files
 from tutti.saving.local_part import part_of
@@ -166,7 +167,11 @@ def write_state(
     ranks.each(what, lambda: _json(extra))
     share = state_share(running, extra, more or {}, leads=ranks.leads)
     ranks.lead(what, lambda: _own(running, path))
-    write_checkpoint(path, share_planner(share.tensors), share.manifest, ranks)
+    try:
+        write_checkpoint(path, share_planner(share.tensors), share.manifest, ranks)
+    finally:
+        if not is_first_worker():  # an earlier one may be heard of again
+            _LOCKS.pop(running, None)
 
 
 def state_share(
@@ -220,7 +225,7 @@ _LOST_SECONDS, _LOST_PART = 15.0, 0.5
 
 
 def open_for(running: Running, path: Path) -> OwnerLock:
-    """Make and lock a folder for saves; a lost replica gets time to release its lock.
+    """Make and lock a folder for saves; a lost replica or worker gets time to release its lock.
 
     Raises:
         CheckpointError: another run saves there, or not all ranks can.
@@ -232,7 +237,8 @@ def open_for(running: Running, path: Path) -> OwnerLock:
             fix="a folder that all ranks see",
         )
     seconds = min(_LOST_SECONDS, _LOST_PART * collective_timeout().total_seconds())
-    return open_folder(path, seconds if replica_checkpoint.give_up_lost(running) else 0.0)
+    waits = replica_checkpoint.give_up_lost(running) or running.job.layout.server > 0
+    return open_folder(path, seconds if waits else 0.0)
 
 
 def _own(running: Running, path: Path) -> str:

@@ -191,6 +191,13 @@ class WorkerSide:
         """Whether servers know this worker."""
         return self._updater is not None
 
+    def is_first(self) -> bool:
+        """Whether this is the first remaining worker, which saves for all; all of its ranks call together."""
+        if self.role.number == 0:
+            return True
+        first = self.client is not None and self.client.is_first()
+        return bool(self.worker_ranks.told({_FIRST: float(first)})[_FIRST])
+
     def hand_over(self) -> None:
         """Send the servers the state of the model and the optimizer; one worker does so for all."""
         self._numbers = None
@@ -288,6 +295,7 @@ class WorkerSide:
 
 # A name among the numbers that a first rank broadcasts.
 _APART = " apart"
+_FIRST = " first"
 
 
 def _room(lookup: TableLookup, table: Tensor) -> Tensor:

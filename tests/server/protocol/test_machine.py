@@ -121,6 +121,22 @@ def test_a_worker_that_leaves_releases_its_clock() -> None:
     assert desk.ask(m.Beat, 1).reason == m.FENCED
 
 
+def test_what_is_known_of_the_workers() -> None:
+    """One that has not come may still do so, until the wait is over."""
+    desk = Desk(num_workers=3)
+    desk.join(1)
+    asked = desk.ask(m.Status, OBSERVER)
+    assert asked.workers == (1,) and asked.gone == () and asked.heard == {}
+    desk.join(0)
+    desk.ask(m.Beat, 0)
+    desk.ask(m.Leave, 1)
+    asked = desk.ask(m.Status, OBSERVER)
+    assert asked.workers == (0,) and asked.gone == (1,) and asked.heard == {0: 1, 1: 1}
+    desk.machine.tick(0.0)
+    desk.machine.tick(GATHER_SECONDS + 1)
+    assert desk.ask(m.Status, OBSERVER).gone == (0, 1, 2)
+
+
 def test_a_worker_that_is_silent_for_its_lease_releases_its_clock() -> None:
     desk = Desk("step")
     desk.join(0), desk.join(1)

@@ -134,6 +134,12 @@ class Ledger:
         """The present workers."""
         return {w: m for w, m in self.members.items() if m.active}
 
+    def gone(self) -> list[int]:
+        """The workers that are not present and that nobody waits for."""
+        here = self.active()
+        away = [w for w in range(self.num_workers) if w not in here]
+        return [w for w in away if w in self.members or self.started]
+
     def missed(self) -> list[int]:
         """The workers that have left before an update which the others then made together without them."""
         return [

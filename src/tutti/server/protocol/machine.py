@@ -10,6 +10,7 @@ again, but acts once:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +70,7 @@ class Machine:
     gather_seconds: float = GATHER_SECONDS
     _begun_at: float | None = None
     _leases: dict[int, float] = field(default_factory=dict)
+    _heard: Counter[int] = field(default_factory=Counter)
     _waiting: list[tuple[Any, Request]] = field(default_factory=list)
 
     def handle(self, source: Any, request: Request, now: float) -> Answers:
@@ -83,6 +85,7 @@ class Machine:
             return [(source, refused)]
         if request.worker in self.ledger.members:
             self._leases[request.worker] = now + self.lease_seconds
+            self._heard[request.worker] += 1
         reply = _HANDLE[type(request)](self, request)
         if isinstance(request, m.Join) and isinstance(reply, m.JoinReply):
             self._leases[request.worker] = now + self.lease_seconds
@@ -305,6 +308,8 @@ class Machine:
             version=ledger.version,
             staleness=dict(ledger.staleness),
             workers=tuple(sorted(ledger.active())),
+            gone=tuple(ledger.gone()),
+            heard=dict(self._heard),
         )
 
 

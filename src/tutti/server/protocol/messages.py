@@ -193,11 +193,17 @@ class Total:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Figures:
-    """A server's statistics: the count of each staleness, and the workers present."""
+    """A server's statistics: the count of each staleness, and the workers present.
+
+    gone: the workers that have left or are lost, or have not come in time.
+    heard: how many requests of each worker have come.
+    """
 
     version: int
     staleness: Mapping[int, int]
     workers: tuple[int, ...]
+    gone: tuple[int, ...]
+    heard: Mapping[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -32,6 +32,7 @@ from tutti.server.wire.frames.codec import REPLIES
 from tutti.server.wire.frames.frames import Header
 
 Tensors = Mapping[str, Tensor]
+_LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,25 @@ class Client:
         with self._lock:
             replies = self._links.ask(dict.fromkeys(servers, ask))
         return [r for r in replies.values() if isinstance(r, m.Figures)]
+
+    def is_first(self) -> bool:
+        """Whether no worker with a smaller number is left, by the first server's records.
+
+        Waits for such a worker as long as the servers do: until it has come, or nobody waits for it. Where
+        the others go on without a lost worker, it waits for a sign of life, or the end of the lease.
+        """
+        earlier, before = range(self.session.worker), self.status()[0]
+        found = before
+        while not {*earlier} <= {*found.gone}:
+            here = [w for w in earlier if w in found.workers]
+            if any(
+                not self.session.consistency.apart or found.heard.get(w) != before.heard.get(w)
+                for w in here
+            ):
+                return False
+            time.sleep(_LOOK_SECONDS)
+            found = self.status()[0]
+        return True
 
     def close(self) -> None:
         """Close the connections without a message to the servers; after `leave`, or to give up."""
