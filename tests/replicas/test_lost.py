@@ -76,6 +76,10 @@ def test_a_run_ends_well_and_saves_without_its_first_replica(tmp_path: Path) -> 
     done = forked.run(["-m", "tutti", *words], env=env, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "rank 0 died (signal 9)" in done.stderr
+    line = (
+        "replica 0 is lost: its connection has closed; of 2 replicas 1 go on (--log-dir DIR keeps"
+    )
+    assert done.stderr.count(line) == 1 and done.stderr.startswith(line)
     assert ": the others went on without replica 0" in done.stderr
     weights = [float(x) for x in (tmp_path / "1.txt").read_text().split()]
     state = {"weight": torch.zeros(3, 4), "bias": torch.zeros(3)}

@@ -18,6 +18,7 @@ from tutti.comm.host.awake import AwakeClock
 from tutti.comm.host.life import stat_of, state_of
 from tutti.launch.memory_kills import MemoryKills
 from tutti.launch.records import Exit, GivenUp, Lost, Waited, read_pid, read_record, read_script
+from tutti.launch.telling import ToldLines
 
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.2
@@ -60,7 +61,7 @@ class Guard:
     one's death and ignores SIGTERM; the agent itself would give it 30. It also kills a rank that has been
     stopped (SIGSTOP) for `TUTTI_TIMEOUT` and `STOPPED_SECONDS` more, or, once the others have given it up,
     for `TOLD_SECONDS`: it may hold resources that they need. At its end it kills the rest of every rank's
-    group. Without `ends_others` ranks may outlive each other.
+    group. Without `ends_others` ranks may outlive each other. It prints what ranks tell (`telling.py`).
     """
 
     def __init__(self, run_dir: Path, num_ranks: int, *, ends_others: bool = True) -> None:
@@ -73,6 +74,7 @@ class Guard:
         self._pids: dict[int, int] = {}
         self._fds: dict[int, int] = {}  # by rank
         self._stopped_since: dict[int, float] = {}  # by the clock without suspensions
+        self._lines = ToldLines(run_dir, num_ranks)
         self._told: dict[int, int] = {}  # by rank: the last of its waits that the guard has printed
         self._told_of: dict[tuple[int, ...], float] = {}  # by late ranks: when
         self._lock = threading.RLock()
@@ -92,6 +94,7 @@ class Guard:
         self._done.set()
         self._thread.join()
         self._look(0.0)
+        self._lines.show()
         for rank, pid in self._pids.items():
             if _is_rank(pid):
                 self.kill(rank)
@@ -137,6 +140,7 @@ class Guard:
                 return
             # A stopped rank cannot handle SIGTERM.
             self._tell_waits()
+            self._lines.show()
             self._end_stopped(self._most_stopped if failed_at is None else TOLD_SECONDS)
 
     def _look(self, seconds: float) -> None:

@@ -19,7 +19,7 @@ from tutti.launch import failures, lone_agent
 from tutti.launch.guard import Guard
 from tutti.launch.records import Lost, read_record
 from tutti.launch.run_dir import RunDir
-from tutti.recording.run_writer import launcher_writer
+from tutti.launch.telling import show
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 MONITOR_SECONDS = 0.1
@@ -84,7 +84,7 @@ class _Run:
 
     def _failed(self, codes: dict[int, int]) -> int:
         ends = self._ends(codes)
-        _say(f"{failures.report(ends)}\n{failures.where_logs(self._log_dir)}")
+        show(f"{failures.report(ends)}\n{failures.where_logs(self._log_dir)}")
         return failures.exit_code(ends)
 
     def _ended_by(self, number: int) -> int:
@@ -93,7 +93,7 @@ class _Run:
         well = all(end.ended is not None and end.ended.code == 0 for end in ends)
         if number == signal.SIGINT and well:
             return 0
-        _say(failures.ended_by(number, ends))
+        show(failures.ended_by(number, ends))
         return 128 + number
 
     def _without(self, lost: list[Lost]) -> int:
@@ -105,18 +105,12 @@ class _Run:
         for one in lost:
             end = ends[one.rank]
             line = f"rank {one.rank} {end.how}: the others went on without replica {one.replica}"
-            _say(f"{line}{failures.details(end)}")
+            show(f"{line}{failures.details(end)}")
         return 0
 
     def _ends(self, codes: dict[int, int]) -> list[failures.RankEnd]:
         logs = _stderr_logs(self._logs_at)
         return failures.read_ends(self._run_dir, codes, self._num_ranks, logs, self._guard.seen)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-    if (out := launcher_writer()) is not None:
-        out.write("said", text=text)
 
 
 def _config(num_ranks: int, logs_at: Path) -> LaunchConfig:

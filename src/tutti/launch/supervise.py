@@ -26,11 +26,11 @@ from tutti.environment import LAYOUT, RECORDS, ROLE, RUN_DIR, SECRET, check_seco
 from tutti.launch import failures
 from tutti.launch.guard import Guard
 from tutti.launch.raised_signals import Signaled, signals_raised
-from tutti.launch.records import Failure, Noted, read_record
+from tutti.launch.records import Failure, read_record
 from tutti.launch.roles import SERVER, WORKER, Role
 from tutti.launch.run_dir import RunDir
+from tutti.launch.telling import show
 from tutti.layout import Layout
-from tutti.recording.run_writer import launcher_writer
 from tutti.server.protocol import consistency
 
 POLL_SECONDS, STOP_SECONDS = 0.05, 10.0
@@ -102,7 +102,6 @@ class Supervisor:
         self.apart = consistency.parse(layout.sync).apart
         self.started: list[Started] = []
         self.codes: dict[int, int] = {}
-        self._noted: set[str] = set()  # what servers have noted and this process has printed
         self._num_ranks = layout.num_ranks + layout.server
         self._guard = Guard(self.run_dir, self._num_ranks, ends_others=False)
 
@@ -112,7 +111,7 @@ class Supervisor:
             with self._guard, signals_raised():
                 by = self._play()
             if by is not None:
-                self._say(failures.ended_by(by, self._ends()))
+                show(failures.ended_by(by, self._ends()))
                 return 128 + by
             code = self._code()
             self._report()
@@ -161,7 +160,6 @@ class Supervisor:
     def _watch(self) -> None:
         """Watch until the workers have ended, or, without workers here, the servers."""
         while True:
-            self._tell_noted()
             for one in [x for x in self.started if not x.lives and x.rank not in self.codes]:
                 self._ended(one)
             workers = [x for x in self.started if x.role.kind == WORKER]
@@ -176,7 +174,7 @@ class Supervisor:
         failed = read_record(self.run_dir, Failure, one.rank)
         recent = [x for x in one.starts if time.monotonic() - x < MINUTE_SECONDS]
         if one.role.kind == SERVER and code < 0 and failed is None and len(recent) < MOST_RESTARTS:
-            self._say(f"{one.role} died (signal {-code}); it goes on from its records")
+            show(f"{one.role} died (signal {-code}); it goes on from its records")
             again = self._start(one.role)
             one.process, one.starts = again.process, [*recent, *again.starts]
             return
@@ -189,7 +187,7 @@ class Supervisor:
             if first:
                 cause, end = self._cause(one)
                 going_on = "; the others go on" if self._others(one) else ""
-                self._say(f"{cause.role} {end.said}{going_on}")
+                show(f"{cause.role} {end.said}{going_on}")
             for x in fellows:  # all ranks of a worker end together
                 self._guard.kill(x.rank)
                 with contextlib.suppress(ProcessLookupError):
@@ -231,16 +229,6 @@ class Supervisor:
         servers = [x for x in self.started if x.role.kind == SERVER]
         while any(x.lives for x in servers):
             time.sleep(POLL_SECONDS)
-        self._tell_noted()
-
-    def _tell_noted(self) -> None:
-        """Print the lines of this host's servers that are new; several servers have the same ones."""
-        for one in self.started:
-            found = read_record(self.run_dir, Noted, one.rank)
-            for line in found.lines if found is not None else ():
-                if line not in self._noted:
-                    self._noted.add(line)
-                    self._say(line)
 
     def _ended_well(self, one: Started) -> bool:
         """Whether all ranks of a worker, or a server, have ended with 0 or have not ended."""
@@ -259,7 +247,7 @@ class Supervisor:
 
     def _report(self) -> None:
         if self._failed():
-            self._say(f"{failures.report(self._ends())}\n{failures.where_logs(self._kept)}")
+            show(f"{failures.report(self._ends())}\n{failures.where_logs(self._kept)}")
 
     def _ends(self, codes: Mapping[int, int] | None = None) -> list[failures.RankEnd]:
         """Of the processes of this host; `codes` are exit codes beside those at hand."""
@@ -280,8 +268,3 @@ class Supervisor:
         until = time.monotonic() + STOP_SECONDS
         while any(x.lives for x in living) and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
-
-    def _say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-        if (out := launcher_writer()) is not None:
-            out.write("said", text=text)

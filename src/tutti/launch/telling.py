@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tutti.environment import RUN_DIR
 from tutti.launch.records import Noted, read_record, write_record
+from tutti.recording.run_writer import launcher_writer
 
 
 def tell(line: str) -> None:
@@ -21,3 +22,27 @@ def tell(line: str) -> None:
         except OSError:
             pass  # such as a full disk
     print(line, file=sys.stderr, flush=True)
+
+
+class ToldLines:
+    """The launcher's side: prints what the processes of a run tell."""
+
+    def __init__(self, run_dir: Path, num_ranks: int) -> None:
+        self._run_dir, self._num_ranks = run_dir, num_ranks
+        self._shown: set[str] = set()
+
+    def show(self) -> None:
+        """Print the lines that are new; several processes have the same ones."""
+        for rank in range(self._num_ranks):
+            found = read_record(self._run_dir, Noted, rank)
+            for line in found.lines if found is not None else ():
+                if line not in self._shown:
+                    self._shown.add(line)
+                    show(line)
+
+
+def show(text: str) -> None:
+    """Print what the launcher says, and record it."""
+    print(text, file=sys.stderr, flush=True)
+    if (out := launcher_writer()) is not None:
+        out.write("said", text=text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -31,16 +30,19 @@ class Team:
     """Plays a strategy on this rank; all ranks of the run construct it together.
 
     Between rounds no rank waits for another replica. An exchange whose result lands later overlaps the
-    computation. The strategy omits a lost replica from then on; the first remaining one prints one line.
+    computation. The strategy omits a lost replica from then on; the first remaining one tells one line.
 
     Args:
         strategy: the strategy of all replicas.
         mesh: of the run, with an axis `replica`.
         device: of the weights.
+        tell: shows the user a line.
     """
 
-    def __init__(self, strategy: Strategy, mesh: Mesh, device: torch.device) -> None:
-        self.strategy = strategy
+    def __init__(
+        self, strategy: Strategy, mesh: Mesh, device: torch.device, tell: Callable[[str], None]
+    ) -> None:
+        self.strategy, self._show = strategy, tell
         self.member = ReplicaMember(strategy, mesh.size("replica"))
         self.calls = Calls(self.member)
         self.between = Between(mesh, device, self.calls.answer)
@@ -141,17 +143,15 @@ class Team:
         return self.member.mean(sent, self.between.replica % count, count)
 
     def _tell(self) -> None:
-        """Print one line for each lost replica, on the first remaining rank."""
+        """Tell one line for each lost replica, on the first remaining rank."""
         lost = {i: why for i, why in self.between.lost().items() if i not in self._told}
         self._told |= set(lost)
         for replica, why in lost.items():
             if self.between.speaks:
                 left = ", ".join(map(str, self.between.here()))
-                print(
+                self._show(
                     f"replica {replica} is lost: {why}; of {self.between.num_replicas} replicas "
-                    f"{left} go on",
-                    file=sys.stderr,
-                    flush=True,
+                    f"{left} go on"
                 )
 
     def state(self) -> State:

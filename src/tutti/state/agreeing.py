@@ -16,6 +16,7 @@ from tutti.comm.collectives.group import Group
 from tutti.environment import RUN_DIR
 from tutti.job import Job
 from tutti.launch.records import ReplicaJoined, write_record
+from tutti.launch.telling import tell
 from tutti.replicas import replica_rows, strategies
 from tutti.replicas.roster import Shapes
 from tutti.replicas.strategy import AVERAGED
@@ -53,7 +54,7 @@ class Agreeing:
 
     def start(self) -> None:
         """Begin the strategy after the layout of the state; all ranks call together."""
-        self.team = Team(self.strategy, self.layout.mesh, run_device(self.job.model))
+        self.team = Team(self.strategy, self.layout.mesh, run_device(self.job.model), _tell)
         self.team.start({s.name: local_of(s.tensor) for s in self.here()})
         self._make_groups()
         if run_dir := RUN_DIR.read():
@@ -131,3 +132,10 @@ def trained(model: nn.Module, optimizer: Any, updated: Collection[str]) -> list[
 
 def _averaged(s: StateTensor) -> bool:
     return s.tensor.dtype in AVERAGED
+
+
+def _tell(line: str) -> None:
+    """Show a line of the first remaining rank; the launcher shows no other output of any but rank 0."""
+    rank = dist.get_rank()
+    hidden = RUN_DIR.read() and rank
+    tell(f"{line} (--log-dir DIR keeps the output of rank {rank})" if hidden else line)
