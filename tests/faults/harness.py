@@ -148,7 +148,9 @@ def _check_end(played: Played, code: int | None, err: str) -> None:
     played.require(code in ends.codes, f"it ended with {code}, not with one of {ends.codes}")
     if code == 0 or not ends.line:
         return
-    notes = re.compile(r"replica \d is lost: |server \d|rank \d has waited |.*Warning: |  |$")
+    notes = re.compile(
+        r"replica \d (is lost|has left)|server \d|rank \d has waited |.*Warning: |  |$"
+    )
     first = next((line for line in err.splitlines() if not notes.match(line)), "")
     played.require(re.match(ends.line, first) is not None, f"its report begins {first!r}")
     played.require("unexpected pos" not in err and "KeyError" not in err, "a raw error")

@@ -1,7 +1,8 @@
-"""A training script of which one rank is lost: `lost.py RANK DIRECTORY [save | stop]`; writes its weights.
+"""A training script of which one rank is lost: `lost.py RANK DIRECTORY [save | stop | leave]`.
 
-The rank is killed at a step; with "save" while all save after the last step, when some have written their
-shards; with "stop" it stops (SIGSTOP) at that step, after a first save.
+The others write their weights. The rank is killed at a step; with "save" while all save after the last step,
+when some have written their shards; with "stop" it stops (SIGSTOP) at that step, after a first save; with
+"leave" it ends well there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tutti.checkpoint import files
 RANK, VICTIM = int(os.environ["RANK"]), int(sys.argv[1])
 BAD_STEP, STEPS = 5, 12
 IN_SAVE, STOPS = sys.argv[3:] == ["save"], sys.argv[3:] == ["stop"]
+LEAVES = sys.argv[3:] == ["leave"]
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
@@ -39,6 +41,8 @@ def main() -> None:
     x, y = torch.randn(12, 4), torch.randn(12, 3)
     for k in range(STEPS):
         if k == BAD_STEP and RANK == VICTIM and not IN_SAVE:
+            if LEAVES:
+                sys.exit(0)
             os.kill(os.getpid(), signal.SIGSTOP if STOPS else signal.SIGKILL)
         step(x, y)
         if k == 1 and STOPS:

@@ -48,7 +48,7 @@ SAID = {
     "sleep": "",
 }
 # What ranks say while the run goes on, before there is a report.
-NOTE = re.compile(r"replica \d is lost: |.*UserWarning: |rank \d has waited |  ")
+NOTE = re.compile(r"replica \d (is lost|has left)|.*UserWarning: |rank \d has waited |  ")
 LAUNCHER = ("SIGTERM", "SIGINT", "SIGKILL")
 # A rank that hangs in its own program holds up only itself where replicas are apart.
 APART = (REPLICAS, SERVED)

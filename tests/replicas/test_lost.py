@@ -89,6 +89,22 @@ def test_a_run_ends_well_and_saves_without_its_first_replica(tmp_path: Path) -> 
     )
 
 
+@pytest.mark.parametrize("victim", [0, 1, None])
+def test_a_replica_that_leaves_early_is_named(victim: int | None, tmp_path: Path) -> None:
+    """It leaves after step 5; the next round is that of step 6. Nothing is said where all end together."""
+    words = ["run", "--layout", "replica=2 sync=average(every=3)", str(SCRIPT)]
+    words += ["9" if victim is None else str(victim), str(tmp_path), "leave"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TUTTI_TIMEOUT": "60"}
+    done = forked.run(["-m", "tutti", *words], env=env, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    if victim is None:
+        assert "replica" not in done.stderr
+        return
+    line = f"replica {victim} has left by step 6; of 2 replicas {1 - victim} go on"
+    assert done.stderr.count(line) == 1 and "is lost" not in done.stderr
+    assert (tmp_path / "saved").exists()
+
+
 @pytest.mark.parametrize(("num_replicas", "victim"), [(2, 0), (2, 1), (3, 2), (3, 0)])
 def test_a_replica_that_dies_in_a_save_is_left_out_of_it(
     num_replicas: int, victim: int, tmp_path: Path

@@ -87,6 +87,14 @@ class Between:
         """The lost replicas, in the order of their loss, and the reasons."""
         return {self._ranks.index(rank): why for rank, why in self.post.lost.items()}
 
+    def left(self) -> list[int]:
+        """The replicas that have left in good order."""
+        return [self._ranks.index(rank) for rank in self.post.left]
+
+    def missed(self) -> list[int]:
+        """Those of them without which means have been made: after its last one any replica may leave."""
+        return [replica for replica in self.left() if replica in self._meeting.absent]
+
     @property
     def speaks(self) -> bool:
         """Whether this is the first rank of the remaining replicas."""

@@ -48,12 +48,16 @@ class Meeting:
         ranks: the rank of each replica.
         replica: this one.
         timeout_seconds: how long to wait for a live replica.
+
+    Attributes:
+        absent: the replicas without which this one has computed its part of a mean.
     """
 
     def __init__(self, ranks: Sequence[int], replica: int, timeout_seconds: float) -> None:
         self._ranks, self._replica, self._timeout = list(ranks), replica, timeout_seconds
         self._rounds: OrderedDict[str, _Round] = OrderedDict()
         self._closed: OrderedDict[str, None] = OrderedDict()
+        self.absent: set[int] = set()
         self.post: RankPost | None = None
 
     def handle(self, replica: int, letter: Letter) -> None:
@@ -128,6 +132,7 @@ class Meeting:
             sent = now.sent.get(j, {}) | {self._replica: now.parts[j]}
             if all(i in sent or not self._is_here(i) for i in now.members):
                 found.append((j, [sent[i] for i in now.members if i in sent]))
+                self.absent |= {i for i in now.members if i not in sent}
         return found
 
     def _publish(self, key: str, now: _Round, j: int, mean: Message) -> None:

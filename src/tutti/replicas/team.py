@@ -30,7 +30,8 @@ class Team:
     """Plays a strategy on this rank; all ranks of the run construct it together.
 
     Between rounds no rank waits for another replica. An exchange whose result lands later overlaps the
-    computation. The strategy omits a lost replica from then on; the first remaining one tells one line.
+    computation. The strategy omits a replica that is lost, or has left, from then on; the first
+    remaining one tells one line.
 
     Args:
         strategy: the strategy of all replicas.
@@ -112,11 +113,14 @@ class Team:
             now.update(new)
 
         self.calls.check(step)
+        left, missed = self.between.left(), set[int]()
         for due in [due for due in (*self._arrived, *self._underway) if due.lands == step]:
             note(self.member.land(due, now, self._result(due)))
         for new in self.calls.landed(now, self.between):
             note(new)
         for due in self.strategy.rounds(step, self.between.num_replicas):
+            if due.kind != MEAN:
+                missed |= set(left)
             if due.kind in CALLS:
                 note(self.calls.begin(due, now, self.between))
                 continue
@@ -127,7 +131,8 @@ class Team:
                 note(self.member.land(due, now, self._exchange(due, sent, label)))
             else:
                 self._start(due, sent, label)
-        self._tell()
+        missed |= set(self.between.missed())
+        self._tell(dict.fromkeys(sorted(missed), f"has left by step {step}"))
         return changed
 
     def _exchange(self, due: Round, sent: Message, label: Mapping[str, str]) -> Message:
@@ -142,16 +147,16 @@ class Team:
         count = due.group or self.between.num_replicas
         return self.member.mean(sent, self.between.replica % count, count)
 
-    def _tell(self) -> None:
-        """Tell one line for each lost replica, on the first remaining rank."""
-        lost = {i: why for i, why in self.between.lost().items() if i not in self._told}
-        self._told |= set(lost)
-        for replica, why in lost.items():
+    def _tell(self, left: Mapping[int, str]) -> None:
+        """Tell one line for each lost replica, and for each that has `left`, on the first remaining rank."""
+        lost = {i: f"is lost: {why}" for i, why in self.between.lost().items()}
+        new = {i: how for i, how in {**left, **lost}.items() if i not in self._told}
+        self._told |= set(new)
+        for replica, how in new.items():
             if self.between.speaks:
-                left = ", ".join(map(str, self.between.here()))
+                here = ", ".join(map(str, self.between.here()))
                 self._show(
-                    f"replica {replica} is lost: {why}; of {self.between.num_replicas} replicas "
-                    f"{left} go on"
+                    f"replica {replica} {how}; of {self.between.num_replicas} replicas {here} go on"
                 )
 
     def state(self) -> State:

@@ -74,6 +74,7 @@ class _Hub:
         self.changed = threading.Condition()
         self.lines = {line.rank: line for line in lines}
         self.lost: dict[int, str] = {}
+        self.left: list[int] = []
         self.refused = ""
         self.closed = False
         self.seconds = 0.0
@@ -144,7 +145,9 @@ class _Hub:
             if line.gone or self.closed:
                 return
             line.gone = why or "it has left"
-            if not left:
+            if left:
+                self.left.append(line.rank)
+            else:
                 self.lost[line.rank] = line.gone
             if tell:
                 line.queue.put([memoryview(letters.OUT)])
@@ -258,6 +261,12 @@ class RankPost:
         """The lost ranks, in the order of their loss, and the reasons."""
         with self.changed:
             return dict(self._hub.lost)
+
+    @property
+    def left(self) -> list[int]:
+        """The ranks that have left in good order, in the order of their goodbyes."""
+        with self.changed:
+            return list(self._hub.left)
 
     @property
     def nbytes(self) -> int:
