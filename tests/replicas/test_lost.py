@@ -105,17 +105,32 @@ def test_a_replica_that_leaves_early_is_named(victim: int | None, tmp_path: Path
     assert (tmp_path / "saved").exists()
 
 
-@pytest.mark.parametrize(("num_replicas", "victim"), [(2, 0), (2, 1), (3, 2), (3, 0)])
+@pytest.mark.parametrize(
+    ("layout", "victim", "when"),
+    [
+        ("replica=2", 0, "save"),
+        ("replica=2", 1, "save"),
+        ("replica=3", 2, "save"),
+        ("replica=3", 0, "save"),
+        ("replica=2 data=2 zero=3", 3, "save"),
+        ("replica=2 data=2 zero=3", 3, "late"),
+        ("replica=2 data=2 zero=3", 0, "late"),
+        ("replica=3 data=2 zero=3", 1, "save"),
+    ],
+)
 def test_a_replica_that_dies_in_a_save_is_left_out_of_it(
-    num_replicas: int, victim: int, tmp_path: Path
+    layout: str, victim: int, when: str, tmp_path: Path
 ) -> None:
-    layout = f"replica={num_replicas} sync=average(every=3)"
-    words = ["run", "--layout", layout, str(SCRIPT), str(victim), str(tmp_path), "save"]
+    size = 2 if "data=2" in layout else 1
+    replica = victim // size
+    words = ["run", "--layout", f"{layout} sync=average(every=3)"]
+    words += [str(SCRIPT), str(victim), str(tmp_path), when]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TUTTI_TIMEOUT": "60"}
     done = forked.run(["-m", "tutti", *words], env=env, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert f": the others went on without replica {victim}" in done.stderr
-    weights = [float(x) for x in (tmp_path / f"{1 - victim // 2}.txt").read_text().split()]
+    assert f": the others went on without replica {replica}" in done.stderr
+    first = 0 if replica else size
+    weights = [float(x) for x in (tmp_path / f"{first}.txt").read_text().split()]
     state = {"weight": torch.zeros(3, 4), "bias": torch.zeros(3)}
     state_dict_loader.load(state, checkpoint_id=str(tmp_path / "saved"))
     saved = torch.cat([state["weight"].reshape(-1), state["bias"]]).tolist()

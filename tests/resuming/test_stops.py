@@ -140,11 +140,15 @@ def test_the_first_remaining_worker_saves(tmp_path: Path, number: int | None) ->
     assert saved(tmp_path)[-1] == last > max(losses(tmp_path))
 
 
-def test_replicas_end_well_after_the_loss_of_one(tmp_path: Path) -> None:
-    process = started(tmp_path, "replica=2 sync=diloco(every=4)", TUTTI_LEASE="3", steps=200)
+@pytest.mark.parametrize(
+    ("layout", "victim"),
+    [("replica=2", 1), ("replica=2 data=2 zero=3", 3)],
+)
+def test_replicas_end_well_after_the_loss_of_one(tmp_path: Path, layout: str, victim: int) -> None:
+    process = started(tmp_path, f"{layout} sync=diloco(every=4)", TUTTI_LEASE="3", steps=200)
     wait_for(tmp_path, 5, process)
     (run_dir,) = (tmp_path / "tmp").glob("tutti-*")
-    pid = read_script(run_dir, 1)
+    pid = read_script(run_dir, victim)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     wait_for(tmp_path, max(losses(tmp_path)) + 20, process)

@@ -32,6 +32,7 @@ from tutti.replicas.traffic import Message
 # A replica's answer to another's call: (caller, key of the call, the call) -> reply.
 Answer = Callable[[int, str, Message], Message]
 _LOOK_SECONDS = 0.5
+_LEFT = "it has left"
 
 
 class Between:
@@ -94,6 +95,21 @@ class Between:
     def missed(self) -> list[int]:
         """Those of them without which means have been made: after its last one any replica may leave."""
         return [replica for replica in self.left() if replica in self._meeting.absent]
+
+    def gone(self) -> dict[int, str]:
+        """The replicas that no longer remain, and the reasons.
+
+        Raises:
+            CommError: the others have given this one up.
+        """
+        self.post.check()
+        here, lost = self.here(), self.lost()
+        return {i: lost.get(i, _LEFT) for i in range(self.num_replicas) if i not in here}
+
+    def give_up(self, gone: Mapping[int, str]) -> None:
+        """Ignore these replicas from now on, and tell them: other ranks of this one have lost them."""
+        for replica, why in gone.items():
+            self.post.give_up(self._ranks[replica], why)
 
     @property
     def speaks(self) -> bool:

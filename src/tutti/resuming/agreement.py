@@ -7,6 +7,7 @@ import time
 import torch.distributed as dist
 
 from tutti.calls.running import Running
+from tutti.comm.collectives.failure import without_frames
 from tutti.comm.collectives.group import Group
 from tutti.comm.collectives.votes import NUM_BITS, NamedVotes, votes_of
 from tutti.errors import CommError
@@ -68,14 +69,17 @@ class Agreement:
     def _take(self, votes: NamedVotes) -> int:
         try:
             return votes.take()
-        except CommError:
-            running = self._running
-            if not replica_checkpoint.lost_since(running, self._left):
+        except CommError as error:
+            if len(self._left) == 1:
                 raise
-            replica_checkpoint.drop_group(running, self._left)
-            self._left = replica_checkpoint.replicas_left(running)
-            group = replica_checkpoint.group_of(running, self._left)
-            assert group is not None
-            self.leads = group.position == 0
-            self._votes = votes_of(group, NAME) if group.size > 1 else None
-            return 0
+            failed = without_frames(error)
+        votes.drop()
+        left = replica_checkpoint.left_since(self._running, self._left)
+        if left is None:
+            raise failed
+        self._left = left
+        group = replica_checkpoint.group_of(self._running, left)
+        assert group is not None
+        self.leads = group.position == 0
+        self._votes = votes_of(group, NAME) if group.size > 1 else None
+        return 0

@@ -6,6 +6,8 @@ other replicas' state, and the strategy's state of each, have names that no modu
 
 from __future__ import annotations
 
+import gc
+import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,7 +49,7 @@ def saved_as(running: Running) -> str:
     return described(running) + (f" {lost} lost" if lost else "")
 
 
-# How long a rank waits after a broken connection for the report of a lost replica.
+# How long ranks wait after a broken connection for the report of a lost replica.
 _LOSS_SECONDS, _LOOK_SECONDS = 10.0, 0.02
 
 
@@ -71,20 +73,63 @@ def group_of(running: Running, left: Sequence[int]) -> Group | None:
 
 
 def drop_group(running: Running, left: Sequence[int]) -> None:
-    """Destroy the broken group of these replicas' ranks."""
+    """Destroy the broken group of these replicas' ranks, which wakes those that still wait in it.
+
+    Its connections close with the last reference to it; an error may keep one in a circle with its frames.
+    """
     group = running.agreeing.saving.pop(tuple(left), None) if running.agreeing is not None else None
     if group is not None and group.handle is not None:
         dist.destroy_process_group(group.handle)
+        del group
+        gc.collect()
 
 
-def lost_since(running: Running, left: Sequence[int]) -> bool:
-    """Whether a replica of those `left` is lost; a broken connection may appear before that is known."""
+def agreed_left(running: Running) -> list[int]:
+    """The remaining replicas, for a save of all of their ranks: the same on all ranks of this replica.
+
+    They call this together: each sees only the loss of its own counterparts.
+
+    Raises:
+        CommError: this replica has lost a rank, or the others have given this replica up.
+    """
+    return _agreed(running, late=False)[0]
+
+
+def left_since(running: Running, left: Sequence[int]) -> list[int] | None:
+    """Those of `left` that remain after a broken connection; None if no replica is lost.
+
+    All ranks of this replica call this together. A connection may break before the loss is known: they wait.
+
+    Raises:
+        CommError: as `agreed_left`.
+    """
     until = time.monotonic() + _LOSS_SECONDS
-    while running.job.layout.num_replicas > 1 and time.monotonic() < until:
-        if len(replicas_left(running)) < len(left):
-            return True
+    while len(left) > 1:
+        found, late = _agreed(running, late=time.monotonic() > until)
+        if len(found) < len(left):
+            return found
+        if late:
+            break
         time.sleep(_LOOK_SECONDS)
-    return False
+    return None
+
+
+def _agreed(running: Running, *, late: bool) -> tuple[list[int], bool]:
+    """The remaining replicas, and whether a rank of this one is `late`.
+
+    A replica without one rank is lost as a whole: this rank gives up those that its fellows have lost.
+    """
+    agreeing = running.agreeing
+    if agreeing is None or agreeing.team is None:
+        return replicas_left(running), True
+    between = agreeing.team.between
+    mine = json.dumps([late, between.gone()])
+    texts = ranks_of(agreeing.fellows).each("cannot save", lambda: mine)
+    said = [json.loads(text) for text in texts]
+    gone = {int(replica): why for _, one in said for replica, why in one.items()}
+    between.give_up(gone)
+    left = [i for i in range(running.job.layout.num_replicas) if i not in gone]
+    return left, any(one for one, _ in said)
 
 
 def give_up_lost(running: Running) -> bool:

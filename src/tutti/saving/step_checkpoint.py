@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,6 +24,7 @@ from tutti.checkpoint.owner_lock import OwnerLock
 from tutti.checkpoint.share_plans import share_planner
 from tutti.checkpoint.state_names import check_names
 from tutti.checkpoint.unanimous import Unanimous, ranks_of
+from tutti.comm.collectives.failure import without_frames
 from tutti.comm.collectives.group import collective_timeout
 from tutti.errors import CheckpointError, CommError
 from tutti.launch.ranks import ensure_process_group
@@ -140,14 +141,26 @@ def _names_weights(path: Path) -> bool:
 def by_ranks_left(running: Running, act: Callable[[Unanimous], None]) -> None:
     """Do `act`, a save, on all ranks together; if a replica is lost in it, the remaining ones begin again."""
     ensure_process_group()
-    while True:
-        left = replica_checkpoint.replicas_left(running)
-        try:
-            return act(ranks_of(replica_checkpoint.group_of(running, left)))
-        except CommError:
-            if not replica_checkpoint.lost_since(running, left):
-                raise
-            replica_checkpoint.drop_group(running, left)
+    left = replica_checkpoint.agreed_left(running)
+    while (error := _failed(running, left, act)) is not None:
+        replica_checkpoint.drop_group(running, left)
+        found = replica_checkpoint.left_since(running, left)
+        if found is None:
+            raise error
+        left = found
+
+
+def _failed(
+    running: Running, left: Sequence[int], act: Callable[[Unanimous], None]
+) -> CommError | None:
+    """Do `act` with the ranks of these replicas; the error, if others may have lost a replica."""
+    try:
+        act(ranks_of(replica_checkpoint.group_of(running, left)))
+    except CommError as error:
+        if len(left) == 1:
+            raise
+        return without_frames(error)
+    return None
 
 
 def write_state(

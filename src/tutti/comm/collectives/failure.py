@@ -110,6 +110,13 @@ def with_line(error: CommError, line: str) -> CommError:
     return CommError(error.what, at=line, why=error.why, fix=error.fix)
 
 
+def without_frames(error: CommError) -> CommError:
+    """The same error without the frames that raised it: they keep a dropped group alive, whose connections
+    close with its end, and other ranks wait in it until then."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
 def called_alone(error: CommError, why: str, line: str = "") -> CommError:
     """The error for a rank that waits in a call that all ranks make, where others do not come.
 

@@ -39,6 +39,10 @@ class Votes(Protocol):
         """The union of all ranks' votes of the last round; 0 in the first. Raises `RuntimeError`."""
         ...
 
+    def drop(self) -> None:
+        """End votes that have failed, which wakes ranks that still wait in them."""
+        ...
+
 
 class SharedVotes:
     """Votes in memory that the ranks of one host share: two words for each rank, used in turn.
@@ -84,6 +88,9 @@ class SharedVotes:
             found |= self._words[first + j]
         return found
 
+    def drop(self) -> None:
+        """Nothing: each rank itself sees the end of the others."""
+
 
 class SentVotes:
     """Votes by an asynchronous all-reduce, for ranks of several hosts.
@@ -93,7 +100,7 @@ class SentVotes:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group: dist.ProcessGroup | None = group
         self._under_way: tuple[Any, Tensor] | None = None
 
     def give(self, vote: int) -> None:
@@ -104,11 +111,20 @@ class SentVotes:
 
     def take(self) -> int:
         """The union of the last round."""
+        if self._group is None:
+            raise RuntimeError("the votes have ended")
         if self._under_way is None:
             return 0
         work, bits = self._under_way
         work.wait()
         return sum(bit << k for k, bit in enumerate(bits.tolist()))
+
+    def drop(self) -> None:
+        """Destroy the group."""
+        self._under_way = None
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
 class NamedVotes:
@@ -135,6 +151,10 @@ class NamedVotes:
             fix = f"call {self._name} on every rank: take it out of `if rank == 0:`"
             fix = f"{fix}; {found.fix}" if found.fix else fix
             raise CommError(found.what, why=found.why, fix=fix) from error
+
+    def drop(self) -> None:
+        """End votes that have failed, which wakes ranks that still wait in them."""
+        self._votes.drop()
 
 
 def votes_of(group: Group, name: str) -> NamedVotes:
