@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -58,6 +59,16 @@ def test_a_thread_that_is_over_has_no_stack() -> None:
     thread.start()
     thread.join()
     assert stack_of(thread.ident or 0) == frames_of(thread.ident or 0) == []
+
+
+def test_a_stack_that_cannot_be_written_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank without a file descriptor still ends on SIGTERM."""
+
+    def none_left(_: str) -> int:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", none_left)
+    assert stack_of(threading.get_ident()) == []
 
 
 def test_a_traceback_is_a_stack() -> None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import os
 import re
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Any
+from typing import IO, Any
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _PLACE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -46,11 +47,17 @@ Stack = list[Place]
 
 
 def stack_of(thread: int) -> Stack:
-    """The stack of the thread with this identifier, as text: its hundred innermost frames."""
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        text = file.read().decode("ascii", "replace")
+    """The stack of the thread with this identifier, as text: its hundred innermost frames.
+
+    It is empty if there is no thread, or no file descriptor left.
+    """
+    try:
+        with _scratch() as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            text = file.read().decode("ascii", "replace")
+    except OSError:
+        return []
     found, inside = Stack(), False
     for line in text.splitlines():
         if header := _THREAD.match(line):
@@ -58,6 +65,13 @@ def stack_of(thread: int) -> Stack:
         elif inside and (place := _PLACE.fullmatch(line)):
             found.append(Place(_plain(place[1]), int(place[2]), _plain(place[3])))
     return found
+
+
+def _scratch() -> IO[bytes]:
+    """A file in memory where the system has such: a disk may be full."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("tutti-stack"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def frames_of(thread: int) -> Stack:
