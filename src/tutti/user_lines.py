@@ -92,7 +92,7 @@ def line_of_generated(file: str, number: int) -> str:
 
 
 def generated_line(frame: FrameType, number: int) -> str:
-    """The same for a frame."""
+    """`line_of_generated` for a line of the code of a frame."""
     return line_of_generated(frame.f_code.co_filename, number)
 
 
