@@ -47,7 +47,7 @@ BOTH = pytest.mark.parametrize("ask", [by_verify, by_a_call])
     ("name", "op", "read", "line"),
     [
         ("normed", "sub.Tensor in norms.0", "a sum of div.Tensor", "norm(layer(x))"),
-        ("contrastive", "mm", "div.Tensor over the whole batch", "features @ features.t()"),
+        ("contrastive", "mm", "div.Tensor (", "features @ features.t()"),
     ],
 )
 def test_what_couples_samples(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
 from tutti.errors import ShardingError
+from tutti.graph.edits.edit import source_of
 from tutti.graph.ops import collectives
 from tutti.graph.text import op_name
 
@@ -15,7 +18,7 @@ _PARTS = (aten.select.int, aten.slice.Tensor)
 
 def coupling(coupled: fx.Node, summed: fx.Node, op: str, at: str, num_micro: int) -> ShardingError:
     """The error for the op `coupled`, which reads `summed` over the whole batch."""
-    value = op_name(summed.meta.get("value", summed))
+    value = _named(summed.meta.get("value", summed))
     late = "over the whole batch, which would be known only after the last micro-batch"
     if _takes_samples(coupled):
         why = (
@@ -40,6 +43,14 @@ def coupling(coupled: fx.Node, summed: fx.Node, op: str, at: str, num_micro: int
         )
     what = f"micro={num_micro} cannot split the batch in time: {op} needs all its samples at once"
     return ShardingError(what, at=at, why=why, fix=fix)
+
+
+def _named(value: fx.Node) -> str:
+    """The op of a value, with its line in the user's program if that is known."""
+    while value.target is operator.getitem:  # one of the results of an op
+        value = value.all_input_nodes[0]
+    source = source_of(value)
+    return f"{op_name(value)} ({source})" if source else op_name(value)
 
 
 def _takes_samples(node: fx.Node) -> bool:
