@@ -84,7 +84,7 @@ class Oracle:
         self.sent[r, str(step)] = one.x.copy()
 
     def answer(self, holder: int, caller: int, key: str) -> None:
-        step, part = key.split(".")
+        step, part, _ = key.split(".")
         x = self.sent[caller, step]
         if self.elastic:
             where = self.parts[int(part)]

@@ -19,19 +19,21 @@ from tutti.comm.collectives.group import Group
 from tutti.comm.collectives.groups import Groups
 from tutti.comm.posts.letters import Letter
 from tutti.comm.posts.lines import connect_lines
-from tutti.comm.posts.post import RankPost, lease_seconds
+from tutti.comm.posts.post import RankPost
 from tutti.errors import CommError
 from tutti.layout import Mesh
+from tutti.replicas.arrivals import CALL, REPLY, Arrivals, Arrived
+from tutti.replicas.fellows import Fellows
 from tutti.replicas.labels import check_labels, labelled
 from tutti.replicas.mean import Mean
 from tutti.replicas.meeting import Meeting
-from tutti.replicas.replica_rows import replica_here
+from tutti.replicas.pushes import Pushes
+from tutti.replicas.replica_rows import replica_here, replica_of
 from tutti.replicas.strategy import Round
 from tutti.replicas.traffic import Message
 
 # A replica's answer to another's call: (caller, key of the call, the call) -> reply.
 Answer = Callable[[int, str, Message], Message]
-_LOOK_SECONDS = 0.5
 _LEFT = "it has left"
 
 
@@ -41,7 +43,8 @@ class Between:
     Args:
         mesh: of the run; its axis `replica` is the outermost.
         device: of the weights.
-        answer: computes the reply to a call; a method, which other threads call.
+        answer: computes the reply to a call; a method, which other threads call. Not used if a replica has
+            several ranks: these answer together, by `arrived` and `reply`.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device, answer: Answer) -> None:
@@ -51,12 +54,21 @@ class Between:
         groups = Groups(dict(mesh.axes), [axes])
         self.group: Group = groups[axes]
         self._ranks = self.group.ranks
-        self._timeout = groups.timeout.total_seconds()
-        self._meeting = Meeting(self._ranks, self.replica, self._timeout)
-        self._pushed: dict[str, dict[int, Message]] = {}
-        self._replies: list[tuple[int, str, Message]] = []
-        self.post = RankPost(connect_lines(self._ranks, groups), self._take)
-        self._meeting.post = self.post
+        timeout = groups.timeout.total_seconds()
+        self._meeting = Meeting(self._ranks, self.replica, timeout)
+        self._pushes = Pushes(self._ranks, self.replica, timeout)
+        self._latest, self._repeats = (
+            (-1, 0),
+            0,
+        )  # (step, fragment) of the last round, and returns to earlier
+        self._num_agreements = 0
+        own = [r for r in range(mesh.num_ranks) if replica_of(mesh, r) == self.replica]
+        self._together = len(own) > 1
+        others = (self._ranks[: self.replica], self._ranks[self.replica + 1 :])
+        self.fellows = Fellows(own, groups, self.give_up)
+        self._arrivals = Arrivals(self.num_replicas, self.fellows)
+        self.post = RankPost(connect_lines(*others, groups), self._take)
+        self._meeting.post = self._pushes.post = self.post
 
     def _take(self, rank: int, letter: Letter) -> Callable[[], None] | None:
         """Handle a letter; returns slow work, which the receiving thread runs later."""
@@ -64,19 +76,21 @@ class Between:
         word, key = letter.topic.split(" ")[:2]
         message = dict(letter.tensors)
         if word == "push":
-            self._pushed.setdefault(key, {})[replica] = message
+            self._pushes.handle(replica, key, message)
         elif word == "reply":
-            self._replies.append((replica, key, message))
-        elif word == "call":
-            return functools.partial(self._reply, replica, key, message)
-        else:
+            self._arrivals.keep(REPLY, replica, key, message)
+        elif word != "call":
             self._meeting.handle(replica, letter)
+        elif self._together:
+            self._arrivals.keep(CALL, replica, key, message)
+        else:
+            return functools.partial(self._answered, replica, key, message)
         return None
 
-    def _reply(self, replica: int, key: str, message: Message) -> None:
+    def _answered(self, replica: int, key: str, message: Message) -> None:
         answer = self._answer()
         if answer is not None:
-            self.post.send(self._ranks[replica], f"reply {key}", answer(replica, key, message))
+            self.reply(replica, key, answer(replica, key, message))
 
     def here(self) -> list[int]:
         """The remaining replicas, this one among them."""
@@ -106,6 +120,23 @@ class Between:
         here, lost = self.here(), self.lost()
         return {i: lost.get(i, _LEFT) for i in range(self.num_replicas) if i not in here}
 
+    def agreed(self, *, late: bool) -> tuple[list[int], bool]:
+        """The remaining replicas, and whether a rank of this one is `late`; all of its ranks call together.
+
+        A replica without one rank is lost as a whole: this rank gives up those that its fellows have lost.
+
+        Raises:
+            CommError: the others have given this replica up, or it has lost a rank.
+        """
+        self._num_agreements += 1
+        words = [f"{i} {why}" for i, why in self.gone().items()] + ["late"] * late
+        said = self.fellows.count(f"remain {self._num_agreements}", words)
+        late = bool(said.pop("late", 0))
+        reasons = [word.partition(" ") for word in said]
+        gone = {int(replica): why for replica, _, why in reasons}
+        self.give_up(gone)
+        return [i for i in range(self.num_replicas) if i not in gone], late
+
     def give_up(self, gone: Mapping[int, str]) -> None:
         """Ignore these replicas from now on, and tell them: other ranks of this one have lost them."""
         for replica, why in gone.items():
@@ -121,101 +152,98 @@ class Between:
     def mean(self, due: Round, side: Mean, label: Mapping[str, str]) -> Message:
         """The result of a mean; waits for the remaining replicas of the round.
 
-        `label` is that of `labels.labelled`.
+        All parts, on all ranks of this replica, have the numbers of the same replicas: if one is lost
+        half-way, the round repeats without it. `label` is that of `labels.labelled`.
 
         Raises:
             CommError: a live replica does not come in time, or the others have given this one up; or replicas
-                send other weights.
+                send other weights; or this one has lost a rank.
         """
         members = range(self.num_replicas)
         if due.group:
             first = self.replica // due.group * due.group
             members = range(first, first + due.group)
-        key = f"{due.begins}.{due.fragment}"
 
         def combine(part: int, messages: list[Message]) -> Message:
             check_labels(due.begins, messages)
             return side.combine(part, messages)
 
-        parts = [labelled(part, label) for part in side.parts]
-        found = self._meeting.mean(key, members, parts, combine)
+        parts, once = [labelled(part, label) for part in side.parts], self._key(due)
+        attempt = 0
+        while True:
+            key = f"{once}.{attempt}"
+            found = self._meeting.mean(key, members, parts, combine)
+            self.fellows.tell(self.lost())
+            count = self.fellows.count(
+                f"mean {key}", [",".join(map(str, of)) for of in {of for _, of in found}]
+            )
+            if len(count) == 1:
+                break
+            of = [{*map(int, word.split(","))} for word in count]
+            self._go_on_with(set.intersection(*of), set.union(*of))
+            attempt += 1
         self.post.flush()  # the messages may be views of the weights
-        return {n: x.to(self.device) for n, x in side.assemble(found).items()}
+        received = side.assemble([message for message, _ in found])
+        return {n: x.to(self.device) for n, x in received.items()}
+
+    def _key(self, due: Round) -> str:
+        """The name of a round on all ranks; another one if the run has returned to an earlier checkpoint."""
+        this = due.begins, due.fragment
+        self._repeats += this <= self._latest
+        self._latest = this
+        return f"{due.begins}.{due.fragment}.{self._repeats}"
+
+    def _go_on_with(self, common: set[int], some: set[int]) -> None:
+        """Give up the replicas that only some ranks, or parts, have heard."""
+        if self.replica not in common:
+            raise CommError(
+                "the other replicas have gone on without this one",
+                why="they have not heard all of its ranks",
+                fix="if a process is stopped now and then, set TUTTI_LEASE to more seconds",
+            )
+        self.give_up(dict.fromkeys(some - common, "one of its ranks is lost"))
 
     def push(self, due: Round, sent: Message, label: Mapping[str, str]) -> Message:
         """Send to the replica `hop` places on, or the next remaining one; the sum of messages received.
 
-        A message without a receiver comes back. `label` and errors are those of `mean`.
+        A message counts if all ranks of this replica have received theirs, and one without a receiver comes
+        back. `label` and errors are those of `mean`.
         """
-        mine = labelled(sent, label)
-        to = self._target(self.replica, due.hop)
-        if to is not None:
-            self.post.send(self._ranks[to], f"push {due.begins}", mine)
-        self._await_pushes(due)
-        with self.post.changed:
-            messages = list(self._pushed.pop(str(due.begins), {}).values())
-        if to is None:
-            messages.append(mine)
-        self.post.flush()
+        mine, key = labelled(sent, label), self._key(due)
+        received = self._pushes.push(key, due.hop, mine)
+        self.fellows.tell(self.lost())
+        count = self.fellows.count(f"push {key}", [str(i) for i in received])
+        messages = [m for i, m in received.items() if count[str(i)] == self.fellows.size]
         check_labels(due.begins, [mine, *messages])
         return {
             n: sum((m[n].to(x.device) for m in messages), torch.zeros_like(x))
             for n, x in sent.items()
         }
 
-    def _await_pushes(self, due: Round) -> None:
-        """Wait for the pushes of all senders to this replica; after a loss no longer than the lease."""
-        begun = until = self.post.seconds
-        until += self._timeout
-        view = self._not_lost()
-        while True:
-            with self.post.changed:
-                self.post.check()
-                if view != self._not_lost():
-                    view, until = self._not_lost(), min(until, self.post.seconds + lease_seconds())
-                came = self._pushed.get(str(due.begins), {})
-                missing = [
-                    i
-                    for i in view
-                    if i != self.replica
-                    and i not in came
-                    and self.post.is_here(self._ranks[i])
-                    and self._target(i, due.hop) == self.replica
-                ]
-                if not missing:
-                    return
-                self.post.changed.wait(_LOOK_SECONDS)
-            if self.post.seconds > until:
-                if until < begun + self._timeout:
-                    return
-                raise CommError(
-                    f"replica {missing[0]} sent nothing after step {due.begins} within {self._timeout:g} s",
-                    fix="if it is only slow, set TUTTI_TIMEOUT to more seconds",
-                )
-
-    def _target(self, replica: int, hop: int) -> int | None:
-        here = self._not_lost()
-        steps = range(hop, hop + self.num_replicas)
-        after = ((replica + k) % self.num_replicas for k in steps)
-        return next((i for i in after if i in here and i != replica), None)
-
-    def _not_lost(self) -> list[int]:
-        """All replicas but the lost; those that left in good order still count as senders and receivers."""
-        lost = self.post.lost
-        return [i for i, rank in enumerate(self._ranks) if rank not in lost]
-
     def call(self, replica: int, key: str, message: Message) -> None:
-        """Call another replica; `replies` returns its answer later."""
+        """Call another replica; `arrived` returns its answer later."""
         self.post.send(self._ranks[replica], f"call {key}", message)
 
-    @property
-    def has_replies(self) -> bool:
-        """Whether `replies` has any."""
-        return bool(self._replies)
+    def reply(self, replica: int, key: str, message: Message) -> None:
+        """Reply to another's call."""
+        self.post.send(self._ranks[replica], f"reply {key}", message)
 
-    def replies(self) -> list[tuple[int, str, Message]]:
-        """(replica, key, reply) for each reply since the last look."""
-        with self.post.changed:
-            self.post.check()
-            found, self._replies = self._replies, []
-        return [(i, key, {n: x.to(self.device) for n, x in m.items()}) for i, key, m in found]
+    @property
+    def may_have_arrived(self) -> bool:
+        """Whether to look at `arrived`; the same on all ranks of this replica."""
+        return self._together or self._arrivals.has_replies
+
+    def arrived(self) -> Arrived:
+        """The replies since the last look, and the calls if this replica has several ranks.
+
+        All of its ranks call this together, and get the same; the rest comes later.
+
+        Raises:
+            CommError: the others have given this replica up, or it has lost a rank.
+        """
+        gone = self.gone()
+        self.fellows.tell(self.lost())
+        found = self._arrivals.take(gone, self.post)
+        for _, _, reply in found.replies:
+            reply.update({n: x.to(self.device) for n, x in reply.items()})
+        return found

@@ -45,12 +45,17 @@ class Calls:
         self._parts: list[list[TensorPiece]] = []
         self._out: dict[str, _Call] = {}
         self._own: set[int] = set()
+        self._here: list[int] = []
+        self._num_starts = (
+            0  # in the keys of calls: a reply from before the last start finds no call
+        )
         self._unknown: dict[str, tuple[int, int]] = {}  # name -> (replica, its step)
 
     def start(self, between: Between) -> None:
         """Begin anew, without weights."""
         self._parts = [[] for _ in range(between.num_replicas)]
         self._own = {between.replica}
+        self._num_starts += 1
         self._unknown.clear()
         self.drop()
 
@@ -87,18 +92,18 @@ class Calls:
             self._inherit(key, call)
             for name in {n.rpartition(":")[0] for n in call}:
                 if name not in self.member.roster:
-                    self._unknown[name] = replica, int(key.partition(".")[0])
+                    self._unknown[name] = replica, int(key.split(".")[0])
             reply = self.member.answer([p for part in self._parts for p in part], call)
             self.note(("answer", replica, key))
             return reply
 
     def begin(self, due: Round, weights: Weights, between: Between) -> Weights:
-        """Begin a round; the changed weights. Calls each replica without an open call."""
+        """Begin a round after `receive`; the changed weights. Calls each replica without an open call."""
         with self.member.lock:
             own, message = self.member.begin(due, weights, {})
             self.note(("round", due.begins))
         changed = dict(own)
-        self._out = {key: c for key, c in self._out.items() if c.replica in between.here()}
+        self._out = {key: c for key, c in self._out.items() if c.replica in self._here}
         for key, replica, pieces in self._whom(due, between):
             call = {p.key: p.of(message) for p in pieces if p.name in message}
             if replica == between.replica:
@@ -109,10 +114,16 @@ class Calls:
                 between.call(replica, key, call)
         return changed
 
-    def landed(self, weights: Weights, between: Between) -> Iterator[Weights]:
-        """The changes of each reply received."""
-        now = dict(weights)
-        for replica, key, reply in between.replies():
+    def receive(self, weights: Weights, between: Between) -> Iterator[Weights]:
+        """The changes of each reply that has come; all ranks of the replica call this together.
+
+        A replica of several ranks answers the others' calls here: their order must be the same on all ranks.
+        """
+        now, came = dict(weights), between.arrived()
+        self._here = came.here
+        for replica, key, call in came.calls:
+            between.reply(replica, key, self.answer(replica, key, call))
+        for replica, key, reply in came.replies:
             call = self._out.pop(key, None)
             if call is not None and call.replica == replica:
                 new = self._land(call, key, now, reply)
@@ -120,7 +131,7 @@ class Calls:
                 yield new
 
     def _whom(self, due: Round, between: Between) -> Iterator[tuple[str, int, list[TensorPiece]]]:
-        here = between.here()
+        here = self._here
         if due.kind == CENTRE:
             for j, pieces in enumerate(self._parts):
                 holder = next(
@@ -129,11 +140,15 @@ class Calls:
                     if i % between.num_replicas in here
                 )
                 if pieces:
-                    yield f"{due.begins}.{j}", holder, pieces
+                    yield f"{due.begins}.{j}.{self._num_starts}", holder, pieces
             return
         partner = self.member.strategy.partner(due.begins, between.replica, here)
         if partner is not None:
-            yield f"{due.begins}.", partner, [p for part in self._parts for p in part]
+            yield (
+                f"{due.begins}..{self._num_starts}",
+                partner,
+                [p for part in self._parts for p in part],
+            )
 
     def _inherit(self, key: str, call: Message) -> None:
         """Begin a lost replica's part of the centre from the caller's weights."""
@@ -153,4 +168,4 @@ class Calls:
 
 def _part_of(key: str) -> str:
     """The part of the centre that a call is about, by its number; "" for all of the weights."""
-    return key.partition(".")[2]
+    return key.split(".")[1]

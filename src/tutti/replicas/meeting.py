@@ -26,6 +26,8 @@ from tutti.errors import CommError
 from tutti.replicas.traffic import Message
 
 Combine = Callable[[int, list[Message]], Message]
+# The mean of a part, and the replicas whose numbers it has.
+PartMean = tuple[Message, tuple[int, ...]]
 _KEPT = 4
 _ASK_SECONDS = 0.3
 
@@ -37,7 +39,7 @@ class _Round:
     members: tuple[int, ...] = ()
     parts: list[Message] | None = None
     sent: dict[int, dict[int, Message]] = field(default_factory=dict)  # part -> replica -> numbers
-    means: dict[int, Message] = field(default_factory=dict)
+    means: dict[int, PartMean] = field(default_factory=dict)
     asked: set[tuple[int, int]] = field(default_factory=set)  # (replica, part)
 
 
@@ -62,17 +64,17 @@ class Meeting:
 
     def handle(self, replica: int, letter: Letter) -> None:
         """Handle a letter of this protocol; the caller holds the post's lock."""
-        word, key, part = letter.topic.split(" ")
+        word, key, part, *of = letter.topic.split(" ")
         if key in self._closed and key not in self._rounds:
             return
         now, j = self._rounds.setdefault(key, _Round()), int(part)
         if word == "part":
             now.sent.setdefault(j, {})[replica] = dict(letter.tensors)
         elif word == "mean":
-            now.means.setdefault(j, dict(letter.tensors))
+            now.means.setdefault(j, (dict(letter.tensors), tuple(map(int, of))))
         elif word == "want":
             if j in now.means:
-                self._send(replica, f"mean {key} {j}", now.means[j])
+                self._send_mean(replica, key, j, now.means[j])
         elif now.parts is None:
             now.asked.add((replica, j))
         else:
@@ -80,8 +82,8 @@ class Meeting:
 
     def mean(
         self, key: str, members: Sequence[int], parts: list[Message], combine: Combine
-    ) -> list[Message]:
-        """The mean of every part over the remaining `members`.
+    ) -> list[PartMean]:
+        """The mean of every part over the remaining `members`: for each part, the same on all of them.
 
         Raises:
             CommError: a live replica does not come in time, or the others have given this one up.
@@ -117,12 +119,12 @@ class Meeting:
                     if time.monotonic() > ask_at:
                         self._ask(key, now)
                         ask_at = time.monotonic() + _ASK_SECONDS
-            for j, messages in ready:
-                self._publish(key, now, j, combine(j, messages))
+            for j, sent in ready:
+                self._publish(key, now, j, (combine(j, [*sent.values()]), tuple(sent)))
             if post.seconds > deadline:
                 raise self._late(key, now)
 
-    def _ready(self, now: _Round) -> list[tuple[int, list[Message]]]:
+    def _ready(self, now: _Round) -> list[tuple[int, dict[int, Message]]]:
         """The parts that this replica owns and has all messages of, without those of lost replicas."""
         assert now.parts is not None
         found = []
@@ -131,18 +133,18 @@ class Meeting:
                 continue
             sent = now.sent.get(j, {}) | {self._replica: now.parts[j]}
             if all(i in sent or not self._is_here(i) for i in now.members):
-                found.append((j, [sent[i] for i in now.members if i in sent]))
+                found.append((j, {i: sent[i] for i in now.members if i in sent}))
                 self.absent |= {i for i in now.members if i not in sent}
         return found
 
-    def _publish(self, key: str, now: _Round, j: int, mean: Message) -> None:
+    def _publish(self, key: str, now: _Round, j: int, mean: PartMean) -> None:
         with self._the_post().changed:
             if j in now.means:
                 return
             now.means[j] = mean
             for i in now.members:
                 if i != self._replica:
-                    self._send(i, f"mean {key} {j}", mean)
+                    self._send_mean(i, key, j, mean)
 
     def _ask(self, key: str, now: _Round) -> None:
         """Recover the parts of lost owners: a new owner asks the others for numbers, and these ask it for the
@@ -167,7 +169,7 @@ class Meeting:
             if self._is_here(i) and i != self._replica:
                 self._the_post().give_up(self._ranks[i], f"replica {replica} has lost it")
         if j in now.means:
-            self._send(replica, f"mean {key} {j}", now.means[j])
+            self._send_mean(replica, key, j, now.means[j])
         else:
             self._send(replica, f"part {key} {j}", now.parts[j])
 
@@ -179,6 +181,10 @@ class Meeting:
 
     def _is_here(self, replica: int) -> bool:
         return replica == self._replica or self._the_post().is_here(self._ranks[replica])
+
+    def _send_mean(self, replica: int, key: str, j: int, mean: PartMean) -> None:
+        message, of = mean
+        self._send(replica, " ".join(["mean", key, str(j), *map(str, of)]), message)
 
     def _send(self, replica: int, topic: str, message: Message) -> None:
         self._the_post().send(self._ranks[replica], topic, message)

@@ -19,6 +19,11 @@ _STREAM = 0x7265706C69636173  # no random op of a program has this stream
 def replica_here(mesh: Mesh) -> int:
     """This rank's replica; 0 before there are ranks, and without replicas."""
     rank = dist.get_rank() if dist.is_initialized() else 0
+    return replica_of(mesh, rank)
+
+
+def replica_of(mesh: Mesh, rank: int) -> int:
+    """The replica of a rank; 0 without replicas."""
     return mesh.coordinates(rank).get("replica", 0)
 
 

@@ -47,6 +47,7 @@ class Team:
         self.member = ReplicaMember(strategy, mesh.size("replica"))
         self.calls = Calls(self.member)
         self.between = Between(mesh, device, self.calls.answer)
+        self._asynchronous = bool(strategy.answers_from)
         self._thread: ThreadPoolExecutor | None = None
         self._underway: dict[Round, Future[Message]] = {}
         self._arrived: dict[Round, Message] = {}
@@ -97,7 +98,7 @@ class Team:
         """Whether a round begins or a result lands after `step`."""
         landing = any(due.lands == step for due in (*self._arrived, *self._underway))
         rounds = self.strategy.rounds(step, self.between.num_replicas)
-        return landing or bool(rounds) or self.between.has_replies
+        return landing or bool(rounds) or (self._asynchronous and self.between.may_have_arrived)
 
     def after(self, step: int, weights: Weights, buffers: Weights) -> Weights:
         """The changes of this rank's weights and buffers after `step`, by name.
@@ -116,8 +117,9 @@ class Team:
         left, missed = self.between.left(), set[int]()
         for due in [due for due in (*self._arrived, *self._underway) if due.lands == step]:
             note(self.member.land(due, now, self._result(due)))
-        for new in self.calls.landed(now, self.between):
-            note(new)
+        if self._asynchronous:
+            for new in self.calls.receive(now, self.between):
+                note(new)
         for due in self.strategy.rounds(step, self.between.num_replicas):
             if due.kind != MEAN:
                 missed |= set(left)

@@ -7,7 +7,6 @@ other replicas' state, and the strategy's state of each, have names that no modu
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -115,21 +114,11 @@ def left_since(running: Running, left: Sequence[int]) -> list[int] | None:
 
 
 def _agreed(running: Running, *, late: bool) -> tuple[list[int], bool]:
-    """The remaining replicas, and whether a rank of this one is `late`.
-
-    A replica without one rank is lost as a whole: this rank gives up those that its fellows have lost.
-    """
+    """The remaining replicas, and whether a rank of this one is `late`."""
     agreeing = running.agreeing
     if agreeing is None or agreeing.team is None:
         return replicas_left(running), True
-    between = agreeing.team.between
-    mine = json.dumps([late, between.gone()])
-    texts = ranks_of(agreeing.fellows).each("cannot save", lambda: mine)
-    said = [json.loads(text) for text in texts]
-    gone = {int(replica): why for _, one in said for replica, why in one.items()}
-    between.give_up(gone)
-    left = [i for i in range(running.job.layout.num_replicas) if i not in gone]
-    return left, any(one for one, _ in said)
+    return agreeing.team.between.agreed(late=late)
 
 
 def give_up_lost(running: Running) -> bool:

@@ -32,8 +32,7 @@ class Agreeing:
     before the first call of such a program. A mean over all replicas includes floating buffers (running
     statistics); each replica keeps its own optimizer slots.
 
-    `saving` has the groups of ranks that save together, by their replicas; `fellows` are the ranks of this
-    replica, which agree before saves on the replicas that remain.
+    `saving` has the groups of ranks that save together, by their replicas.
     `unread` is a checkpoint to resume from once the first call has laid out the state.
     """
 
@@ -42,7 +41,6 @@ class Agreeing:
         self.strategy = strategies.parse(job.layout.sync)
         self.team: Team | None = None
         self.saving: dict[tuple[int, ...], Group] = {}
-        self.fellows: Group | None = None
         self.unread: Path | None = None
 
     @property
@@ -68,7 +66,6 @@ class Agreeing:
         It may lose all others at once, and the run's store with them.
         """
         replicas = range(self.layout.num_replicas)
-        self.fellows = fresh_group(self.ranks_of([self.replica]))
         self.saving[tuple(replicas)] = fresh_group(self.ranks_of(replicas))
         self.saving[self.replica,] = fresh_group(self.ranks_of([self.replica]))
 

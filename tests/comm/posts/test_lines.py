@@ -21,7 +21,8 @@ def connects(secrets: list[str | None]) -> str:
     before = os.environ.pop("TUTTI_SECRET", None)
     try:
         os.environ |= {} if own is None else {"TUTTI_SECRET": own}
-        made = connect_lines((0, 1), Groups({"replica": 2}, timeout=TIMEOUT))
+        earlier, later = [(), (1,)] if dist.get_rank() == 0 else [(0,), ()]
+        made = connect_lines(earlier, later, Groups({"replica": 2}, timeout=TIMEOUT))
         for one in made.values():
             one.close()
         return f"connected to {list(made)}"

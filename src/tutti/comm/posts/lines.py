@@ -29,16 +29,22 @@ _HANDSHAKE_SECONDS = 10.0
 _SIOCGIFADDR = 0x8915
 
 
-def connect_lines(ranks: Sequence[int], groups: Groups) -> dict[int, socket.socket]:
-    """An open socket to each other rank of `ranks`; all ranks of the run call this together.
+def connect_lines(
+    earlier: Sequence[int], later: Sequence[int], groups: Groups
+) -> dict[int, socket.socket]:
+    """An open socket to each of these ranks; all ranks of the run call this together.
+
+    Args:
+        earlier: the ranks that this one connects to; each has it among its `later`.
+        later: the ranks that connect to this one.
+        groups: of the run.
 
     Raises:
         CommError: a rank does not connect in time, or does not know the secret.
     """
-    me = ranks.index(groups.rank)
-    near = [rank for rank in ranks[me + 1 :] if groups.same_host(rank, groups.rank)]
+    near = [rank for rank in later if groups.same_host(rank, groups.rank)]
     listening = {True: _listen(near=True), False: None}
-    if len(near) < len(ranks[me + 1 :]):
+    if len(near) < len(later):
         listening[False] = _listen(near=False)
     mine = {
         "token": secrets.token_hex(16),
@@ -50,11 +56,11 @@ def connect_lines(ranks: Sequence[int], groups: Groups) -> dict[int, socket.sock
     deadline = time.monotonic() + groups.timeout.total_seconds()
     found: dict[int, socket.socket] = {}
     try:
-        for rank in ranks[:me]:
+        for rank in earlier:
             same = groups.same_host(rank, groups.rank)
             found[rank] = _connect(rank, said[rank]["near" if same else "far"], groups.rank, secret)
         for same in (True, False):
-            expected = {r for r in ranks[me + 1 :] if groups.same_host(r, groups.rank) == same}
+            expected = {r for r in later if groups.same_host(r, groups.rank) == same}
             found |= _accept(listening[same], expected, secret, deadline)
     finally:
         for one in filter(None, listening.values()):
