@@ -61,7 +61,7 @@ class Between:
             (-1, 0),
             0,
         )  # (step, fragment) of the last round, and returns to earlier
-        self._num_agreements = 0
+        self._num_agreements, self._told_lost = 0, dict[int, str]()
         own = [r for r in range(mesh.num_ranks) if replica_of(mesh, r) == self.replica]
         self._together = len(own) > 1
         others = (self._ranks[: self.replica], self._ranks[self.replica + 1 :])
@@ -99,8 +99,9 @@ class Between:
         ]
 
     def lost(self) -> dict[int, str]:
-        """The lost replicas, in the order of their loss, and the reasons."""
-        return {self._ranks.index(rank): why for rank, why in self.post.lost.items()}
+        """The lost replicas, also those lost to a fellow, in the order of their loss, and the reasons."""
+        own = {self._ranks.index(rank): why for rank, why in self.post.lost.items()}
+        return own | {i: why for i, why in self._told_lost.items() if i not in own}
 
     def left(self) -> list[int]:
         """The replicas that have left in good order."""
@@ -138,9 +139,14 @@ class Between:
         return [i for i in range(self.num_replicas) if i not in gone], late
 
     def give_up(self, gone: Mapping[int, str]) -> None:
-        """Ignore these replicas from now on, and tell them: other ranks of this one have lost them."""
+        """Ignore these replicas from now on, and tell them: other ranks of this one have lost them.
+
+        A rank says goodbye when its process ends, also if that is for the loss of another rank.
+        """
         for replica, why in gone.items():
             self.post.give_up(self._ranks[replica], why)
+            if why != _LEFT:
+                self._told_lost.setdefault(replica, why)
 
     @property
     def speaks(self) -> bool:
