@@ -95,7 +95,7 @@ class Step:
             given, self._automatic = self._automatic, None
             self._bind(*chosen(self._running.job, batch, given))
         mode, running, programs, watch = self.mode, self._running, self._programs, self._watch
-        if watch is not None and watch.begins():
+        if watch is not None and watch.begins(running.exchanges_next):
             result = self.measure(*batch)
             watch.ended_measuring(self._last)
             return result

@@ -84,3 +84,12 @@ def test_the_estimate_has_them() -> None:
     found = PricedRounds("", 0.5, 0.25, 5.0, "inside").added_to(made)
     assert (found.seconds, found.hidden_seconds) == (1.5, 0.5)
     assert (found.kinds, found.nbytes) == ({"compute": 1.0, "rounds": 0.5}, {"inside": 15})
+
+
+def test_the_state_of_a_strategy_counts_in_the_memory() -> None:
+    found = priced("replica=2 sync=diloco(every=4)")
+    assert found.kept_nbytes == 2 * NBYTES
+    layout = Layout.parse("replica=2 sync=diloco(every=4)")
+    one = Estimate(layout, 1.0, {}, 0.0, {}, 1000)
+    assert found.added_to(one).peak_nbytes == 1000 + 2 * NBYTES
+    assert priced("replica=2 sync=average(every=4)").kept_nbytes == 0

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 import replicas_train as training
 import tutti
 from ranks import Ranks
+from tutti.layout import Layout
 from tutti.report.explanation import explain
-from tutti.report.rounds import exchanges, rounds_text
+from tutti.report.rounds import exchanges, kept_nbytes, rounds_text
 
 # Of the model: 16 x 8 + 16 + 4 x 16 + 4 numbers.
 NUMBERS = 212
@@ -65,3 +68,33 @@ def test_as_many_bytes_are_sent_as_it_says(ranks: Ranks, sync: str) -> None:
     said = 2 * sum(one.nbytes for one in exchanges(program))  # each comes twice in four steps
     for sent, num_letters in found:
         assert said < sent < said + 500 * num_letters
+
+
+@pytest.mark.parametrize(
+    ("layout", "kinds"),
+    [
+        ("replica=2 sync=average(every=2)", {}),
+        ("replica=2 sync=average(every=2, traffic=int8)", {"anchor": 1, "error": 1}),
+        ("replica=2 sync=diloco(every=2, fragments=2)", {"anchor": 1, "momentum": 1}),
+        ("replica=2 data=2 zero=3 sync=pairs(every=1)", {"shared": 0.5, "base": 0.5}),
+        ("replica=2 data=2 zero=1 sync=elastic(every=1)", {"centre": 1}),
+    ],
+)
+def test_the_state_of_a_strategy_is_told_and_as_large_in_a_run(
+    ranks: Ranks, layout: str, kinds: dict[str, float]
+) -> None:
+    found = ranks.run(kept_and_held, layout, n=Layout.parse(layout).num_ranks)
+    expected = {kind: int(8 * NUMBERS * share) for kind, share in kinds.items()}
+    assert all(told == held == expected for told, held in found)
+    assert ("a rank also keeps" in text_of(layout)) == bool(kinds)
+
+
+def kept_and_held(layout: str) -> tuple[dict[str, int], dict[str, int]]:
+    """The bytes of a strategy's state by kind: predicted, and held by this rank."""
+    step = tutti.distribute(training.train_step, *training.make(), layout)
+    training.run(step, 0, 3)
+    assert step.agreeing is not None and step.agreeing.team is not None
+    held: Counter[str] = Counter()
+    for name, x in step.agreeing.team.member.state.items():
+        held[name.partition(".")[0]] += x.nbytes
+    return kept_nbytes(step.program), dict(held)

@@ -21,7 +21,7 @@ from tutti.pipeline.ready import in_time
 from tutti.planner.estimates.layout_estimate import Estimate
 from tutti.replicas import strategies
 from tutti.replicas.strategy import CALLS, CENTRE, MEAN, PAIR
-from tutti.report.rounds import Exchange, exchanges
+from tutti.report.rounds import Exchange, exchanges, kept_nbytes
 
 ROUNDS = "rounds"
 
@@ -31,7 +31,7 @@ class PricedRounds:
     """What the rounds of `strategy` add to a step.
 
     seconds: for which a replica waits. hidden_seconds: beside its steps. nbytes: sent by a rank, answers to
-    others too. link: `inside` a host, or `between` hosts.
+    others too. link: `inside` a host, or `between` hosts. kept_nbytes: the strategy's state on a rank.
     """
 
     strategy: str
@@ -39,9 +39,17 @@ class PricedRounds:
     hidden_seconds: float
     nbytes: float
     link: str
+    kept_nbytes: int = 0
 
     def added_to(self, made: Estimate) -> Estimate:
         """The estimate of a replica's step with them."""
+        kept, memory = self.kept_nbytes, made.memory
+        if memory is not None:
+            memory = replace(
+                memory,
+                peak_nbytes=memory.peak_nbytes + kept,
+                state_nbytes=memory.state_nbytes + kept,
+            )
         sent = made.nbytes | {self.link: made.nbytes.get(self.link, 0) + round(self.nbytes)}
         return replace(
             made,
@@ -49,6 +57,8 @@ class PricedRounds:
             kinds=made.kinds | ({ROUNDS: self.seconds} if self.seconds else {}),
             hidden_seconds=made.hidden_seconds + self.hidden_seconds,
             nbytes=sent,
+            peak_nbytes=made.peak_nbytes + kept,
+            memory=memory,
         )
 
 
@@ -76,7 +86,8 @@ def priced_rounds(
         hidden += one.a_step * free
         nbytes += one.a_step * one.nbytes * _with_answers(one.due.kind, layout.num_replicas)
     link = "between" if across else "inside"
-    return PricedRounds(str(strategies.parse(layout.sync)), waited, hidden, nbytes, link)
+    kept = sum(kept_nbytes(own, made).values())
+    return PricedRounds(str(strategies.parse(layout.sync)), waited, hidden, nbytes, link, kept)
 
 
 def _seconds(

@@ -1,7 +1,7 @@
 """Measures the first calls of a step: their memory and their time.
 
 call 1          makes the program
-call 2          takes place under the profiler of memory, once
+call 2          takes place under the profiler of memory, once; a later one, if replicas exchange after it
 calls 3 to 5    are timed: their median is the measured step
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from tutti.torch_private.profilers import profiler_is_used
@@ -38,10 +39,13 @@ class FirstCalls:
         self._timed: list[float] = []
         self._begun = self._ended = time.perf_counter()
 
-    def begins(self) -> bool:
-        """A call begins; whether to take it as `Step.measure` does. The user's own profiler stays alone."""
+    def begins(self, exchanges: Callable[[], bool]) -> bool:
+        """A call begins; whether to take it as `Step.measure` does. The user's own profiler stays alone.
+
+        The memory of a call is that of its program: an exchange of replicas (`exchanges`) needs more.
+        """
         due = self.wants_memory and not self.measuring and self.program is not None
-        if due and self.num_calls == MEASURED_CALL - 1:
+        if due and self.num_calls >= MEASURED_CALL - 1 and not exchanges():
             self.measuring = not profiler_is_used()
             self.wants_memory = self.measuring
             if self.measuring:

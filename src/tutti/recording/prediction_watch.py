@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from itertools import count
 from typing import Any, Protocol
 
@@ -38,9 +39,9 @@ class PredictionWatch:
         self._predicted_seconds, self._on_gpu = predicted_seconds, on_gpu
         self._first = FirstCalls(wants_memory=True, wants_seconds=True)
 
-    def begins(self) -> bool:
-        """A call begins; whether to take it as `Step.measure` does."""
-        return self._first.begins()
+    def begins(self, exchanges: Callable[[], bool]) -> bool:
+        """A call begins; whether to take it as `Step.measure` does, if no exchange of replicas follows it."""
+        return self._first.begins(exchanges)
 
     def ended(self, step: int, result: Any, program: MeasuredProgram | None) -> None:
         """A call has ended; None for the program of a first, eager one."""

@@ -12,6 +12,7 @@ import os
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -58,9 +59,9 @@ class StepWatch:
         self._first = FirstCalls(wants_memory=out.leads and trains, wants_seconds=out.leads)
         self._on_gpu: bool | None = None
 
-    def begins(self) -> bool:
-        """A call begins; whether to take it as `Step.measure` does."""
-        return self._first.begins()
+    def begins(self, exchanges: Callable[[], bool]) -> bool:
+        """A call begins; whether to take it as `Step.measure` does, if no exchange of replicas follows it."""
+        return self._first.begins(exchanges)
 
     def ended(self, step: int, result: Any, program: Watched | None) -> None:
         """A call has ended with `result` after `step` steps; None for the program of a first, eager one."""

@@ -9,8 +9,8 @@ owner was lost while it sent the mean.
     replica 0      part 1 -> 1    1 lost                           <- mean of part 1 from 2
     replica 2      part 1 -> 1    1 lost   ask 0    <- part 1 of 0  -> mean of part 1
 
-A replica that has been asked ignores the lost owner from then on. A replica keeps each result for one round
-more than it uses it: no other can be further behind, as a round needs a message of all.
+A replica that has been asked ignores the lost owner from then on. A replica keeps the means of the last round
+that it has closed: no other is further behind, as a round needs a message of all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from tutti.replicas.traffic import Message
 Combine = Callable[[int, list[Message]], Message]
 # The mean of a part, and the replicas whose numbers it has.
 PartMean = tuple[Message, tuple[int, ...]]
-_KEPT = 4
+# Closed rounds with their means, and without: letters of the latter come late.
+_KEPT, _REMEMBERED = 1, 16
 _ASK_SECONDS = 0.3
 
 
@@ -65,7 +66,7 @@ class Meeting:
     def handle(self, replica: int, letter: Letter) -> None:
         """Handle a letter of this protocol; the caller holds the post's lock."""
         word, key, part, *of = letter.topic.split(" ")
-        if key in self._closed and key not in self._rounds:
+        if key in self._closed and (key not in self._rounds or word == "part"):
             return
         now, j = self._rounds.setdefault(key, _Round()), int(part)
         if word == "part":
@@ -99,9 +100,12 @@ class Meeting:
                     self._send(owner, f"part {key} {j}", part)
         self._carry_out(key, now, combine)
         with post.changed:
+            now.parts, now.sent = [], {}  # the means answer all that may still come
             self._closed[key] = None
-            while len(self._closed) > _KEPT:
-                self._rounds.pop(self._closed.popitem(last=False)[0], None)
+            for old in list(self._closed)[:-_KEPT]:
+                self._rounds.pop(old, None)
+            while len(self._closed) > _REMEMBERED:
+                self._closed.popitem(last=False)
         return [now.means[j] for j in range(len(parts))]
 
     def _carry_out(self, key: str, now: _Round, combine: Combine) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tutti.replicas.gossip import MASS
 from tutti.replicas.mean import Mean
 from tutti.replicas.pieces import TensorPiece
 from tutti.replicas.roster import Roster, Shapes
@@ -65,11 +66,13 @@ class ReplicaMember:
         `buffers` (running statistics) go with the first fragment of a mean, unchanged. The message of a round
         that lands later has copies of them: the next step changes buffers in place.
         """
-        part = self.part(due)
+        part, own, message = self.part(due), Weights(), Message()
         with self.lock:
-            held = {n: weights[n] for n in part if n in weights}
-            changed, own, message = self.strategy.offer(self.state, held, due)
-            self.state |= changed
+            for n in [n for n in part if n in weights]:  # one by one: the old state makes room
+                changed, new, offered = self.strategy.offer(self.state, {n: weights[n]}, due)
+                self.state |= changed
+                own |= new
+                message |= offered
             self.roster.meet(due, part)
         if due.kind == MEAN and due.fragment == 0:
             at_once = due.lands == due.begins
@@ -120,7 +123,7 @@ class ReplicaMember:
     def land(self, due: Round, weights: Weights, received: Message) -> Weights:
         """The changed weights and buffers after the result of a round, for the weights that began it.
 
-        A weight that has gone since, or has another shape, stays as it is.
+        A weight that has gone since, or has another shape, stays as it is. It uses `received` up.
         """
         exchanged = [n for n in received if n in self.roster]
         own = {
@@ -129,10 +132,12 @@ class ReplicaMember:
             if n in weights and weights[n].shape == received[n].shape
         }
         buffers = {n: x for n, x in received.items() if n not in self.roster and due.kind == MEAN}
-        gone = {*exchanged} - {*own} | {*buffers}
-        theirs = {n: x for n, x in received.items() if n not in gone}
         still = self.roster.still(due, own)
         with self.lock:
-            changed, own = self.strategy.take(self.state, own, theirs, due, still)
-            self.state |= changed
+            for n in list(own):  # one by one: the old state and the numbers received make room
+                theirs = {k: received.pop(k) for k in (n, MASS + n) if k in received}
+                changed, new = self.strategy.take(self.state, {n: own[n]}, theirs, due, still)
+                self.state |= changed
+                own |= new
+        received.clear()
         return own | buffers

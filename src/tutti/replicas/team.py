@@ -129,10 +129,12 @@ class Team:
             label = {n: self._hashes.pop(n, "") for n in self.member.part(due)}
             own, sent = self.member.begin(due, now, buffers)
             note(own)
-            if due.lands == step:
-                note(self.member.land(due, now, self._exchange(due, sent, label)))
-            else:
+            if due.lands != step:
                 self._start(due, sent, label)
+                continue
+            received = self._exchange(due, sent, label)
+            del own, sent  # room for the new weights
+            note(self.member.land(due, now, received))
         missed |= set(self.between.missed())
         self._tell(dict.fromkeys(sorted(missed), f"has left by step {step}"))
         return changed

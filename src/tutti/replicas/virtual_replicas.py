@@ -70,7 +70,7 @@ class Replicas:
     def _land(self, due: Round, now: list[Weights]) -> list[Weights]:
         received = self.underway.pop(due)
         return [
-            m.land(due, own, message)
+            m.land(due, own, dict(message))
             for m, own, message in zip(self.members, now, received, strict=True)
         ]
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
+
+import torch
 
 from tutti.comm.collectives.compression import NBYTES
 from tutti.partition.partition import Program
@@ -72,7 +75,47 @@ def rounds_text(program: Program, made: Timed | None = None) -> str:
             )
         )
     head = ("after steps", "what", "how", "a rank sends", "to the ranks like it of")
-    return f"replicas agree by {strategy}\n" + columns(head, rows)
+    return f"replicas agree by {strategy}\n" + columns(head, rows) + _kept_text(program, made)
+
+
+def kept_nbytes(program: Program, made: Timed | None = None) -> dict[str, int]:
+    """The bytes of the strategy's state on a rank, by its kind; of several pipeline ranks the most."""
+    strategy = strategies.parse(program.layout.sync)
+    state = {s.name: s.tensor for s in program.captured.state}
+    each: list[Counter[str]] = []
+    for pipe_rank, owners in _pipe_ranks(made):
+        weights = {
+            n: torch.empty(
+                program.storage[n].local_shape(program.mesh), dtype=state[n].dtype, device="meta"
+            )
+            for n in _trained(program)
+            if pipe_rank in owners.get(n, (pipe_rank,))
+        }
+        found = Counter[str]()
+        for name, x in strategy.init(weights).items():
+            found[name.partition(".")[0]] += x.nbytes
+        each.append(found)
+    return dict(max(each, key=lambda found: found.total()))
+
+
+def _kept_text(program: Program, made: Timed | None) -> str:
+    kept = kept_nbytes(program, made)
+    if not kept:
+        return ""
+    kinds = ", ".join(f"{kind} {format_nbytes(n)}" for kind, n in kept.items())
+    return f"\na rank also keeps {format_nbytes(sum(kept.values()))} for it: {kinds}"
+
+
+def _pipe_ranks(made: Timed | None) -> Iterable[tuple[int, Mapping[str, Container[int]]]]:
+    """Each pipeline rank, with the pipeline ranks that keep a weight, by its name."""
+    count = len(made.programs) if made else 1
+    return ((p, made.owners if made and count > 1 else {}) for p in range(count))
+
+
+def _trained(program: Program) -> list[str]:
+    """The weights that replicas exchange, in the model's order."""
+    updated = set(program.captured.updated)
+    return [s.name for s in program.captured.state if s.kind == "parameter" and s.name in updated]
 
 
 def _exchange(
@@ -84,20 +127,15 @@ def _exchange(
     made: Timed | None,
 ) -> Exchange:
     count = program.layout.num_replicas
-    state = {s.name: s for s in program.captured.state}
-    trained = [n for n in program.captured.updated if state[n].kind == "parameter"]
-    order = [n for n in state if n in set(trained)]
-    names = strategy.fragment(order, due)
+    names = strategy.fragment(_trained(program), due)
     statistics = [
-        s.name for s in state.values() if s.kind == "buffer" and s.tensor.dtype in AVERAGED
+        s.name for s in program.captured.state if s.kind == "buffer" and s.tensor.dtype in AVERAGED
     ]
     plain = statistics if due.kind == MEAN and due.fragment == 0 else []
-    pipe_ranks = range(len(made.programs)) if made else range(1)
-    owners = made.owners if made and len(pipe_ranks) > 1 else {}
     each = [
-        _nbytes(program, [n for n in names if p in owners.get(n, pipe_ranks)], strategy.compression)
-        + _nbytes(program, [n for n in plain if p in owners.get(n, pipe_ranks)], "fp32")
-        for p in pipe_ranks
+        _nbytes(program, [n for n in names if p in owners.get(n, (p,))], strategy.compression)
+        + _nbytes(program, [n for n in plain if p in owners.get(n, (p,))], "fp32")
+        for p, owners in _pipe_ranks(made)
     ]
     members = due.group or count
     share = {MEAN: 2 * (members - 1) / members, CENTRE: (count - 1) / count}.get(due.kind, 1.0)
