@@ -25,7 +25,9 @@ PLACE = {"small.weight": "-, tensor", "head.weight": "-, tensor"}
 
 
 class Keeping(OneServer):
-    """One that also gives and takes all state."""
+    """One that also gives and takes all state, for one worker."""
+
+    def meet(self) -> None: ...
 
     def pull_state(self) -> dict[str, dict[str, Tensor]]:
         return copy.deepcopy(self.state)

@@ -111,11 +111,16 @@ class Served:
 
     @contextmanager
     def state_replaced(self) -> Iterator[None]:
-        """The servers take over the state of the model and the optimizer at the end."""
+        """The servers take over the state of the model and the optimizer at the end.
+
+        All workers do this together: none pushes a gradient of the old state after it, or pulls that state.
+        """
         with self.state_here():
             yield
             if self._joined is not None:
+                self._joined.meet()
                 self._joined.hand_over()
+                self._joined.meet()
 
     def writes(self) -> bool:
         """Only the ranks of the first remaining worker do; before the first call, those of worker 0."""

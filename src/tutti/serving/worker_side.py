@@ -198,6 +198,12 @@ class WorkerSide:
         first = self.client is not None and self.client.is_first()
         return bool(self.worker_ranks.told({_FIRST: float(first)})[_FIRST])
 
+    def meet(self) -> None:
+        """Wait for all remaining workers."""
+        if self.client is not None:
+            self.client.meet()
+        self._told({})
+
     def hand_over(self) -> None:
         """Send the servers the state of the model and the optimizer; one worker does so for all."""
         self._numbers = None

@@ -256,3 +256,30 @@ def test_a_server_that_is_not_there() -> None:
     said = pytest.raises(CommError, match=r"no answer from server 0 \(127.0.0.1:9\)")
     with client(Sgd(), "async", ["127.0.0.1:9"], 0, timeout_seconds=0.3) as one, said:
         one.join()
+
+
+@pytest.mark.parametrize(
+    ("sync", "meetings"), [("step", 0), ("bounded(2)", 3), ("async", 3), ("async(after=2)", 1)]
+)
+def test_workers_meet_whatever_their_clocks(sync: str, meetings: int, tmp_path: Path) -> None:
+    """None leaves a meeting before all have come; a common clock has a sum for it."""
+    updater, events = ClippedAdam(), list[tuple[str, int]]()
+    with services(updater, sync, 3, directory=tmp_path) as running:
+
+        def work(worker: int) -> None:
+            with client(updater, sync, [running[0].address], worker) as one:
+                one.join()
+                for k in range(3):
+                    time.sleep(0.05 * worker)
+                    events.append(("comes", k))
+                    one.meet()
+                    events.append(("leaves", k))
+                    _steps(one, updater, worker if sync == "async" else 1)
+                one.leave()
+
+        all_at_once(*(functools.partial(work, w) for w in range(3)))
+        ledger = running[0].machine.ledger
+        assert ledger.meetings == meetings and len(ledger.closed) <= 1
+    for k in range(3):
+        last = max(i for i, event in enumerate(events) if event == ("comes", k))
+        assert events.index(("leaves", k)) > last

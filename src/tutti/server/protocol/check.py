@@ -9,7 +9,17 @@ from torch import Tensor
 
 from tutti.server.protocol.keys import VariableBlock
 from tutti.server.protocol.ledger import KnownWorker, Ledger
-from tutti.server.protocol.messages import WRONG, Add, Join, Load, Push, Refused, Settle, TensorPart
+from tutti.server.protocol.messages import (
+    MEETING,
+    WRONG,
+    Add,
+    Join,
+    Load,
+    Push,
+    Refused,
+    Settle,
+    TensorPart,
+)
 from tutti.server.protocol.update import WEIGHT
 
 MOST_WORKERS = 4096
@@ -89,12 +99,13 @@ def check_settle(ledger: Ledger, settle: Settle) -> Refused | None:
 
 
 def check_add(ledger: Ledger, add: Add, most: int) -> Refused | None:
-    """A small sum must have the worker's own clock, and one length for all."""
-    if ledger.alone or ledger.consistency.alone(add.clock):
+    """A small sum must have the worker's own clock, or none, and one length for all."""
+    meets = add.clock == MEETING
+    if not meets and (ledger.alone or ledger.consistency.alone(add.clock)):
         return wrong(
             f"sums over workers do not go with sync={ledger.consistency} at clock {add.clock}"
         )
-    if not add.name or add.clock != ledger.members[add.worker].clock:
+    if not add.name or not (meets or add.clock == ledger.members[add.worker].clock):
         return wrong(f"a sum for clock {add.clock}")
     there = ledger.added.get((add.clock, add.name), {})
     kinds = {(x.values.shape, x.operation) for x in (*there.values(), add)}

@@ -19,7 +19,7 @@ from torch import Tensor
 from tutti.server.protocol.consistency import Consistency
 from tutti.server.protocol.gradient_sums import by_row, summed, summed_rows
 from tutti.server.protocol.keys import VariableBlock
-from tutti.server.protocol.messages import Add, Done, Load, Push, TensorPart
+from tutti.server.protocol.messages import MEETING, Add, Done, Load, Push, TensorPart
 from tutti.server.protocol.predict import BEFORE, hold, smoothed
 from tutti.server.protocol.update import WEIGHT, Updater
 
@@ -95,6 +95,7 @@ class Ledger:
     numbers: of the last update.
     lag: the mean number of updates between a pull and its push, under `predict`.
     closed: the workers that count, by (clock, name); the name "" stands for the gradients.
+    meetings: how many sums of `MEETING` are closed.
     borrowed: the number of readers of a block's tensors; with any, a change copies the block first.
     """
 
@@ -109,6 +110,7 @@ class Ledger:
     pending: dict[int, dict[int, Push]] = field(default_factory=dict)
     added: dict[tuple[int, str], dict[int, Add]] = field(default_factory=dict)
     closed: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
+    meetings: int = 0
     settled: Mapping[str, Tensor] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
     staleness: Counter[int] = field(default_factory=Counter)
@@ -263,7 +265,13 @@ class Ledger:
         self.added.setdefault((add.clock, add.name), {})[add.worker] = add
 
     def _close(self, record: Closed) -> None:
-        self.closed[record.clock, record.name] = record.workers
+        now = record.clock, record.name
+        self.closed[now] = record.workers
+        if record.clock == MEETING:  # whoever has come to this one has left the last one
+            self.meetings += 1
+            for table in (self.added, self.closed):
+                for old in [k for k in table if k[0] == MEETING and k != now]:
+                    del table[old]
 
     def _apply(self, record: Applied) -> None:
         workers = self.closed[record.clock, ""]

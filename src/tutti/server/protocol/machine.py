@@ -310,6 +310,7 @@ class Machine:
             workers=tuple(sorted(ledger.active())),
             gone=tuple(ledger.gone()),
             heard=dict(self._heard),
+            meetings=ledger.meetings,
         )
 
 

@@ -105,9 +105,13 @@ class Settle(Request):
     sums: Mapping[str, Tensor]
 
 
+# In place of a clock: a sum over workers that are at any clocks, once all of them have come.
+MEETING = 2**62
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Add(Request):
-    """One worker's part of a small sum (float64, 1-D), or of a `max` or `min`."""
+    """One worker's part of a small sum (float64, 1-D), or of a `max` or `min`; of a clock, or `MEETING`."""
 
     clock: int
     name: str
@@ -196,7 +200,7 @@ class Figures:
     """A server's statistics: the count of each staleness, and the workers present.
 
     gone: the workers that have left or are lost, or have not come in time.
-    heard: how many requests of each worker have come.
+    heard: how many requests of each worker have come. meetings: how many are over.
     """
 
     version: int
@@ -204,6 +208,7 @@ class Figures:
     workers: tuple[int, ...]
     gone: tuple[int, ...]
     heard: Mapping[int, int]
+    meetings: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

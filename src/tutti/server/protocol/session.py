@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from tutti.errors import ServerError
@@ -22,6 +23,7 @@ from tutti.server.protocol.update import WEIGHT, add_up
 
 Asking = Generator[dict[int, Request], dict[int, Reply], "Answer"]
 Answer = TypeVar("Answer")
+_NOTHING = torch.zeros(1, dtype=torch.float64)
 
 
 class Fenced(Exception):
@@ -132,13 +134,19 @@ class Session:
             return Pushed(False)
         return Pushed(True)
 
-    def add(self, name: str, values: Tensor, operation: str = "sum") -> Asking[Tensor]:
+    def meet(self, number: int) -> Asking[None]:
+        """Wait until all remaining workers are at the meeting of this number, whatever their clocks."""
+        yield from self.add(f"meeting {number}", _NOTHING, clock=m.MEETING)
+
+    def add(
+        self, name: str, values: Tensor, operation: str = "sum", *, clock: int | None = None
+    ) -> Asking[Tensor]:
         """The sum of `values` over the workers of this clock; the first server computes it."""
         while True:
             add = m.Add(
                 worker=self.worker,
                 incarnation=self.incarnation,
-                clock=self.clock,
+                clock=self.clock if clock is None else clock,
                 name=name,
                 values=values,
                 operation=operation,

@@ -199,6 +199,13 @@ class Client:
         total = self._run(self.session.add(f"sum {count}", x.detach().double().cpu(), op))
         return total.to(x.dtype)
 
+    def meet(self) -> None:
+        """Wait until all remaining workers call this."""
+        if not self.alone:
+            self.sum(torch.zeros(1))
+            return
+        self._run(self.session.meet(self.status()[0].meetings))
+
     def leave(self) -> None:
         """End in good order: the others stop waiting for this worker.
 
