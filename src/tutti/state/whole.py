@@ -27,6 +27,7 @@ from tutti.comm.collectives.exchange import exchange_texts
 from tutti.comm.collectives.failure import called_alone, naming
 from tutti.comm.collectives.group import Group
 from tutti.comm.collectives.payload import digest
+from tutti.comm.collectives.transport import broadcast_
 from tutti.errors import CommError, LayoutError, TuttiError
 from tutti.state.replacing import put_in_place
 from tutti.state.residence import Residence, WholeBlock, is_here
@@ -306,7 +307,7 @@ def _from_its_pipe_rank(x: DTensor, full: Tensor | None, home: Residence) -> Ten
     if full is None:
         full = torch.empty(x.shape, dtype=x.dtype, device=local_part(x).device)
     full = full.contiguous()
-    dist.broadcast(full, int(mesh.mesh.flatten()[0]), group=group_of(home).handle)
+    broadcast_(full, int(mesh.mesh.flatten()[0]), group_of(home))
     return full
 
 
@@ -382,7 +383,7 @@ def _written_by_one(opened: list[_Opened], home: Residence, rank: int | None) ->
             device = local_part(x.shard).device
             room = torch.empty(x.shard.shape, dtype=x.shard.dtype, device=device)
             value = room if x.whole is None else x.whole.detach().contiguous()
-            dist.broadcast(value, rank or 0, group=group.handle)
+            broadcast_(value, rank or 0, group)
             _take(x, value)
 
 

@@ -52,8 +52,9 @@ def broadcast_first(x: Tensor) -> None:
 
     Raises `CommError` as `exchange_texts`.
     """
-    with naming("the broadcast of rank 0's state", (), x.nbytes, Group.world()):
-        dist.broadcast(x, 0)
+    world = Group.world()
+    with naming("the broadcast of rank 0's state", (), x.nbytes, world):
+        transport.broadcast_(x, 0, world)
 
 
 def _to_device(x: Tensor) -> Tensor:

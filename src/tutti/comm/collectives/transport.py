@@ -129,6 +129,13 @@ def all_to_all(parts: Tensor, group: Group) -> Tensor:
     return _reorder(result.view(parts.dtype).view(parts.shape), group.order)
 
 
+def broadcast_(x: Tensor, first: int, group: Group) -> None:
+    """Replace `x`, contiguous and of any dtype, by that of rank `first` of the world."""
+    flat = x.detach().view(-1)
+    flat = flat if x.dtype in _NATIVE else flat.view(torch.uint8)
+    dist.broadcast(flat, first, group=group.handle)
+
+
 def _flat_bytes(x: Tensor) -> Tensor:
     flat = x.detach().resolve_conj().contiguous().view(-1)
     return flat if x.dtype in _NATIVE else flat.view(torch.uint8)
