@@ -148,6 +148,21 @@ def test_nothing_of_a_run_that_went_another_way_counts() -> None:
     assert not all(a.equal(b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def test_a_value_outside_that_changes_between_calls_is_read_anew() -> None:
+    model, limit = programs.mlp(), torch.tensor(1.0)
+
+    def step(m: Any, o: Any, x: Tensor) -> Any:
+        scale = limit.item()
+        return update(m(x).square().mean(), o), scale if scale < 2 else -scale
+
+    played = tutti.distribute(step, model, torch.optim.SGD(model.parameters(), 0.1), "")
+    found = []
+    for k, value in enumerate((1.0, 1.5, 3.0, 0.5)):
+        limit.fill_(value)
+        found.append(float(played(programs.batch(k))[1]))
+    assert found == [1.0, 1.5, -3.0, 0.5]
+
+
 def shares(x: Tensor) -> list[float]:
     """Metrics whose arithmetic fails where a branch leaves it out."""
     hits, count = (x > 9).sum().item(), (x > 8).sum().item()

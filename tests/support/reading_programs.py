@@ -204,6 +204,49 @@ def returns_numbers() -> Made:
     return step, model, SGD(model.parameters(), lr=0.1)
 
 
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+)
+
+
+def counts_outside() -> Made:
+    """Counters outside of the model, of which a read is the first use and a write the second one."""
+    model, switch = mlp(), torch.tensor(True)
+    counts = [torch.ones(shape, dtype=dtype) for dtype in DTYPES for shape in ((), (1,))]
+
+    def step(m: nn.Module, o: Any, x: Tensor) -> list[Any]:
+        scale = 2.0 if switch.item() else 1.0
+        for k, count in enumerate(counts):
+            scale += (count.item() == 2, float(count) == 3, not count, bool(count - 1))[k % 4]
+            count.add_(1)
+        switch.logical_not_()
+        loss = update(m(x).square().mean() * scale, o)
+        return [loss, switch.clone(), *(count.double() + 0 for count in counts)]
+
+    return step, model, SGD(model.parameters(), lr=0.01)
+
+
+def reads_outside() -> Made:
+    """Tensors outside of the model that no op takes, and some that arithmetic takes as numbers."""
+    model, kept = mlp(), nn.Module()
+    limit, on, same = torch.tensor([2]), torch.tensor(False), torch.zeros(2)
+    kept.register_buffer("rate", torch.tensor(0.5))
+    kept.register_buffer("count", torch.tensor(2))
+
+    def step(m: nn.Module, o: Any, x: Tensor) -> Any:
+        rate, count = kept.rate.item(), int(kept.count)  # type: ignore[operator,arg-type]
+        loss = m(x).square().mean() * (1 + rate) / count
+        if on or count > limit.tolist()[0]:
+            loss = loss * 2
+        equal = torch.equal(same, same)
+        kept.count.add_(1)  # type: ignore[operator]
+        kept.rate.mul_(0.5)  # type: ignore[operator]
+        return update(loss, o), rate, count, equal
+
+    return step, model, SGD(model.parameters(), lr=0.1)
+
+
 READING: dict[str, Callable[[], Made]] = {
     one.__name__: one
     for one in (
@@ -216,6 +259,8 @@ READING: dict[str, Callable[[], Made]] = {
         scaled,
         plateau_inside,
         returns_numbers,
+        counts_outside,
+        reads_outside,
     )
 } | {
     "scaled by fused kernels": lambda: scaled(fused=True),

@@ -121,6 +121,23 @@ def test_a_trace_with_symbols_is_the_same() -> None:
     assert graph(recorded) == graph(quick_nodes._plain_record)
 
 
+def test_a_value_of_a_fake_outside_is_a_node() -> None:
+    """PyTorch's own record gives a symbol that no node has, or refuses to compute with it."""
+    mode = FakeTensorMode(shape_env=NumberEnv(), static_shapes=True)
+    kept = mode.from_tensor(KEPT[:1])
+
+    def scaled(x: Tensor) -> Tensor:
+        return x * kept.item() + kept
+
+    with mock.patch.object(*RECORD_OF_OPS, recorded), mode:
+        traced = trace(scaled, [mode.from_tensor(torch.ones(3))])
+    constant, read, *_ = [n for n in traced.graph.nodes if n.op != "placeholder"]
+    assert getattr(traced, str(constant.target)) is kept
+    assert read.target is aten._local_scalar_dense.default and read.args == (constant,)
+    assert constant.meta["val"].shape == (1,)
+    assert [n.op for n in traced.graph.nodes].count("get_attr") == 1
+
+
 def test_most_ops_of_a_step_are_recorded_here() -> None:
     step, model, optimizer, batches = zoo.CASES["llama"].build()
     with (

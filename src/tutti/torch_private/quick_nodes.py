@@ -1,12 +1,14 @@
-"""A faster record of an op in a trace.
+"""A faster record of an op in a trace, and a read value as a node whatever tensor it is of.
 
 Why: most ops of a step take tensors of the trace and plain constants, and give one tensor. For these the
 record of `make_fx` flattens and rebuilds the arguments twice, and asks each of them what else it might be.
+It evaluates a read of a fake that no node has given as one of a constant: its symbol has no node.
 Public: none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,8 +46,10 @@ class _NotPlain(Exception):
 def recorded(
     mode: Any, func: Any, pre_dispatch: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The same as the function of `RECORD_OF_OPS`."""
+    """The same as the function of `RECORD_OF_OPS`; it also records a read of a fake that no node gives."""
     if (name := _name(mode, func)) is None:
+        if _asks(func):
+            _make_nodes((*args, *kwargs.values()), mode.tracer)
         return _plain_record(mode, func, pre_dispatch, args, kwargs)
     tracer = mode.tracer
     try:
@@ -92,11 +96,23 @@ def _new_name(mode: Any, func: Any, table: Any) -> str | None:
     if func in table or func in _OTHERS or mode.pre_dispatch:
         return None
     composite = _C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    asks = torch.Tag.data_dependent_output in func.tags
     notes_more = mode.tracer.record_stack_traces or getattr(mode, "emulate_precision_casts", False)
-    if composite or asks or notes_more:
+    if composite or _asks(func) or notes_more:
         return None
     return mode.tracer.graph._target_to_str(func.overloadpacket.__name__)
+
+
+def _asks(func: Any) -> bool:
+    """Whether an op gives a value of a tensor to Python."""
+    return torch.Tag.data_dependent_output in func.tags
+
+
+def _make_nodes(given: Sequence[Any], tracer: Any) -> None:
+    """Make nodes, as of constants, of the fakes among `given` that have none."""
+    for x in given:
+        if type(x) is FakeTensor and x not in tracer.tensor_tracker:
+            proxy = fx.Proxy(tracer.create_arg(x), tracer)
+            _proxies.track_tensor_tree(x, proxy, constant=None, tracer=tracer)
 
 
 def _node(x: Any, tracer: Any) -> Any:
