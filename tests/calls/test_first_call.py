@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.optim import SGD, Adagrad, AdamW
 
 import first_steps
 import tutti
@@ -164,6 +167,56 @@ def test_a_weight_that_is_frozen_at_first(ranks: Ranks) -> None:
     expected = _thawed("")
     for found in ranks.run(_thawed, "data=2 zero=3", n=2):
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+UNFREEZING = {
+    "momentum": partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "nesterov": partial(SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=False),
+    "dampening": partial(SGD, lr=0.1, momentum=0.9, dampening=0.5, maximize=True),
+    "amsgrad": partial(AdamW, lr=0.01, amsgrad=True),
+    "adagrad": partial(Adagrad, lr=0.1),
+}
+
+
+def _unfrozen(name: str, frozen: slice, layout: str | None) -> list[float]:
+    """Losses of a step that itself unfreezes layers at its third call; without a layout, in eager mode."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, dtype=torch.float64) for _ in range(3)))
+    model[frozen].requires_grad_(False)  # type: ignore[union-attr]
+    optimizer = UNFREEZING[name](model.parameters())
+    count = {"calls": 0}
+
+    def train_step(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        if count["calls"] == 2:
+            model[frozen].requires_grad_(True)
+        count["calls"] += 1
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        if loss.requires_grad:
+            loss.backward()
+            optimizer.step()
+        return loss.detach()
+
+    draw = torch.Generator().manual_seed(1)
+    batches = [torch.randn(8, 4, dtype=torch.float64, generator=draw) for _ in range(CALLS)]
+    if layout is None:
+        return [float(train_step(model, optimizer, x)) for x in batches]
+    step = tutti.distribute(train_step, model, optimizer, layout)
+    return [float(step(x)) for x in batches]
+
+
+FROZEN = {"the first": slice(0, 1), "all": slice(0, 3)}
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("name", UNFREEZING)
+def test_layers_that_the_step_unfreezes(ranks: Ranks, name: str, frozen: str) -> None:
+    """A fused kernel of SGD takes momentum of all parameters, or makes that of all."""
+    given = name, FROZEN[frozen]
+    expected = _unfrozen(*given, None)
+    assert _unfrozen(*given, "") == pytest.approx(expected, rel=1e-12)
+    for found in ranks.run(_unfrozen, *given, "data=2 zero=3", n=2):
+        assert found == pytest.approx(expected, rel=1e-10)
 
 
 def _counted(layout: str) -> list[float]:

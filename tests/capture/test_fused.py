@@ -258,10 +258,29 @@ def test_a_gradient_scaler_is_refused() -> None:
         capture(scaled, model, optimizer, _batch(torch.float32))
 
 
-def test_momentum_without_a_buffer_is_refused() -> None:
+def test_momentum_without_a_buffer_begins_by_an_eager_call() -> None:
     model = _model()
-    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
     for p in model.parameters():
         optimizer.state[p]["momentum_buffer"] = None
-    with pytest.raises(CaptureError, match="first step of another form"):
+    with pytest.raises(CaptureError, match=r"makes the slot 'momentum_buffer' for \"0\.weight\""):
         _captured(optimizer, model)
+    twin, theirs = copy.deepcopy((model, optimizer))
+    step = tutti.distribute(_train, model, optimizer, "")
+    for _ in range(3):
+        batch = _batch()
+        want = _train(twin, theirs, *batch)
+        torch.testing.assert_close(step(*batch), want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_step_that_removes_momentum_is_refused_with_its_line() -> None:
+    model = _model()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def anew(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> None:
+        del optimizer.state[model[2].weight]  # type: ignore[index]
+        _train(model, optimizer, x, y)
+
+    with pytest.raises(CaptureError, match="a parameter whose momentum is gone") as caught:
+        capture(anew, model, optimizer, _batch())
+    assert "optimizer.step()" in caught.value.at

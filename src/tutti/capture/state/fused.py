@@ -17,8 +17,25 @@ from tutti.graph.edits.patch import replaced
 from tutti.graph.ops.faulty_kernels import is_faulty
 from tutti.graph.ops.fused_updates import KERNELS, Kernel
 from tutti.graph.players.device import device_of
+from tutti.user_lines import quoted, user_line
 
 _BY_NAME = {k.name: k for k in KERNELS}
+
+
+class NoMomentum(CaptureError):
+    """A step of SGD on a parameter without momentum: its first momentum is the gradient.
+
+    A kernel takes a momentum of every parameter, or makes those of all. The trace ends.
+    """
+
+    def __init__(self, param: Tensor) -> None:
+        super().__init__(
+            "SGD takes a step on a parameter whose momentum is gone",
+            at=quoted(user_line()),
+            why="a step is captured with slots made beforehand, and is the same at every call",
+            fix='optimizer.state[p]["momentum_buffer"].zero_() where the step removes state',
+        )
+        self.param = param
 
 
 def _kernel(optimizer: Optimizer, group: Mapping[str, Any]) -> Kernel | None:
@@ -70,12 +87,11 @@ def _recording(kernel: Kernel) -> Callable[..., None]:
                 why="whether a step is skipped would have to be read from a tensor",
                 fix="train in bfloat16, which needs no scaler",
             )
-        if any(numbers.pop(name) != value for name, value in constants.items()):
-            raise CaptureError(
-                f"{kernel.name} takes a first step of another form than the later ones",
-                why="a slot is missing: the captured step is the same at every call",
-                fix="take the first step before the model is distributed",
-            )
+        is_first = {name: numbers.pop(name) for name in constants} != constants
+        for slots in lists[1:]:
+            for param, slot in zip(lists[0], slots, strict=False):
+                if is_first or slot is None:
+                    raise NoMomentum(param)
         kernel.recorded(*lists, **numbers)
 
     return record

@@ -1,7 +1,8 @@
 """Slots that an optimizer makes in a later step: Lookahead's slow weights at every k-th call.
 
 A graph has the slots that were there before its trace. A trace that would make others ends, and the call runs
-eagerly, as a first step of another form does: the next graph has its slots.
+eagerly, as a first step of another form does: the next graph has its slots. So does the momentum of SGD for a
+weight that the step itself unfreezes: its first one is the gradient.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from tutti.capture.state.first_form import (
     is_known_other,
 )
 from tutti.capture.state.first_step import inner_optimizers
+from tutti.capture.state.fused import NoMomentum
 from tutti.capture.state.lift import names_of
 from tutti.capture.state.stand_ins import of_no_parameter
 from tutti.torch_private.pytrees import tree_leaves
 
+MOMENTUM = "momentum_buffer"
 # The keys of slots by the name of their parameter, each with whether its value holds tensors; "" is for all.
 _Keys = dict[str, dict[Any, bool]]
 
@@ -34,7 +37,11 @@ def no_new_slots(model: nn.Module, optimizer: Any) -> Iterator[None]:
     names = names_of(model)
     every = [inner for one in given_optimizers(optimizer) for inner in inner_optimizers(one)]
     before = [_keys(one, names) for one in every]
-    yield
+    try:
+        yield
+    except NoMomentum as error:
+        _say_whose(error, names, every, before)
+        raise
     for one, known in zip(every, before, strict=True):
         for owner, keys in _keys(one, names).items():
             had = known.get(owner, {})
@@ -44,6 +51,17 @@ def no_new_slots(model: nn.Module, optimizer: Any) -> Iterator[None]:
             kept = bool(owner) and not all(had.values())
             if lost := [k for k in keys if k not in had and (keys[k] or not kept)]:
                 raise slot_ahead(one, lost[0], owner)
+
+
+def _say_whose(
+    error: NoMomentum, names: dict[int, str], every: list[Optimizer], before: list[_Keys]
+) -> None:
+    """Raise `SlotsAhead` for a momentum that was not there before; nothing for one that the step removes."""
+    owner = names.get(id(error.param), "")
+    for one, known in zip(every, before, strict=True):
+        params = [p for group in one.param_groups for p in group["params"]]
+        if any(p is error.param for p in params) and not known.get(owner, {}).get(MOMENTUM):
+            raise slot_ahead(one, MOMENTUM, owner) from error
 
 
 def _keys(one: Optimizer, names: dict[int, str]) -> _Keys:
