@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Normal
+from torch.distributions import Beta, Categorical, Dirichlet, Gamma, Normal, StudentT
 
 import tutti
 from as_eager import Program, assert_as_eager, assert_as_eager_on_ranks
@@ -67,8 +67,22 @@ def drawn_in_place() -> Program:
     return of(loss)
 
 
+def mixup() -> Program:
+    """One share for the batch, one for each row, and shapes that the model makes, with gradients."""
+
+    def loss(z: Tensor) -> Tensor:
+        share = Beta(0.2, 0.2).sample()
+        rows = Beta(torch.tensor(0.8), torch.tensor(3.0)).sample((8,)).unsqueeze(1)
+        mixed = share * z + (1 - share) * z.flip(0) + rows * z
+        shapes = z.exp()
+        made = Gamma(shapes, 2.0).rsample() + Dirichlet(shapes).rsample()
+        return (mixed * made).square().mean() + (z * StudentT(3.0).sample(z.shape)).mean()
+
+    return of(loss)
+
+
 @pytest.mark.parametrize(
-    "name", ["policy", "continuous_policy", "several_samples", "drawn_in_place"]
+    "name", ["policy", "continuous_policy", "several_samples", "drawn_in_place", "mixup"]
 )
 def test_ranks_draw_the_numbers_of_one_device(ranks: Ranks, name: str) -> None:
     program: Callable[[], Program] = globals()[name]
@@ -118,6 +132,38 @@ def test_quartiles(draw: Callable[[Tensor], Tensor], quantiles: tuple[float, ...
     at = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
     expected = torch.tensor(quantiles, dtype=torch.float64)
     torch.testing.assert_close(found.quantile(at), expected, atol=0.12, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [0.05, 0.4, 1.0, 1.5, 30.0])
+def test_gamma_variables_have_its_distribution(shape: float) -> None:
+    """P(X <= x) of the values is uniform: a larger gap (Kolmogorov, Smirnov) comes once in 1e6 times."""
+    a = torch.full((NUM,), shape, dtype=torch.float64)
+    with OurRandomness(4, 0):
+        found = Gamma(a, 1.0).sample()
+    assert found.min() > 0
+    share = torch.special.gammainc(a, found).sort().values
+    ends = torch.arange(NUM + 1, dtype=torch.float64) / NUM
+    gap = torch.maximum(share - ends[:-1], ends[1:] - share).max()
+    assert gap < 2.7 / NUM**0.5
+
+
+def test_gamma_variables_of_neighbors_are_independent() -> None:
+    with OurRandomness(5, 0):
+        found = Gamma(torch.full((NUM, 3), 0.7, dtype=torch.float64), 1.0).sample().sqrt()
+    assert torch.corrcoef(found.T).triu(1).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("shape", [1e-3, 0.3, 4.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_shares_of_a_dirichlet_distribution(shape: float, dtype: torch.dtype) -> None:
+    """E[x] = 1 / n and Var[x] = (n - 1) / (n^2 (n a + 1)) for n equal parameters a."""
+    with OurRandomness(6, 0):
+        found = Dirichlet(torch.full((3,), shape, dtype=dtype)).sample((NUM,))
+    assert found.dtype == dtype and found.isfinite().all() and found.min() > 0
+    torch.testing.assert_close(found.sum(-1), torch.ones(NUM, dtype=dtype))
+    mean, spread = found.double().mean(0), found.double().var(0)
+    assert mean == pytest.approx([1 / 3] * 3, abs=0.015)
+    assert spread == pytest.approx([2 / 9 / (3 * shape + 1)] * 3, rel=0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])

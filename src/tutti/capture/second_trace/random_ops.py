@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tutti.capture.patch_table import RNG_STATES
 from tutti.capture.second_trace import attention_dropout
+from tutti.capture.second_trace.gammas import dirichlet, standard_gamma
 from tutti.graph.edits.patch import replaced
 from tutti.graph.randomness import random
 from tutti.graph.randomness.draw import drawn
@@ -130,6 +131,8 @@ _VALUES: dict[Any, Callable[..., Any]] = {
     aten.log_normal.default: _log_normal,
     aten.cauchy.default: _cauchy,
     aten.geometric.default: _geometric,
+    aten._standard_gamma.default: standard_gamma,
+    aten._sample_dirichlet.default: dirichlet,
     aten.normal_functional.default: lambda d, x, mean=0.0, std=1.0, **k: _like(
         d, "normal", x, mean, std
     ),

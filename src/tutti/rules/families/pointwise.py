@@ -87,6 +87,8 @@ UNTAGGED = {
     aten.log_sigmoid_forward.default,
     aten.log_sigmoid_backward.default,
     aten.rsub.Tensor,
+    aten._standard_gamma_grad.default,
+    aten._dirichlet_grad.default,
     aten.masked_fill.Tensor,
     aten.isin.Tensor_Scalar,
 }

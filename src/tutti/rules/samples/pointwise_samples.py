@@ -63,6 +63,8 @@ OWN = [
     sample("_prelu_kernel_backward", f(4, 6, 12), f(4, 6, 12), f(1, 6, 1)),
     sample("native_dropout_backward", f(4, 6), flags(4, 6), 1.25),
     sample("polar", positive(4, 6), f(4, 6)),
+    sample("_standard_gamma_grad", positive(4, 6), positive(4, 6)),
+    sample("_dirichlet_grad", positive(4, 6), positive(4, 6), positive(4, 6)),
 ]
 
 
