@@ -200,6 +200,29 @@ def test_no_generator_is_the_default_one(ranks: Ranks) -> None:
     assert_as_eager_on_ranks(ranks, without_generator, "data=2 zero=3")
 
 
+REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    r"torch\.poisson \(torch\.distributions\.Poisson\)": lambda z: torch.poisson(z.exp()),
+    r"torch\.binomial \(torch\.distributions\.Binomial\)": lambda z: torch.binomial(
+        z * 0 + 9, z.sigmoid()
+    ),
+    r"x\.random_\(\) without bounds": lambda z: torch.empty_like(z).random_(),
+    "rrelu in training": lambda z: torch.rrelu(z, training=True),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_other_distributions_are_refused_with_the_line(said: str) -> None:
+    def loss(z: Tensor) -> Tensor:
+        drawn = REFUSED[said](z.detach())
+        return (z * drawn).mean()
+
+    step, model, optimizer, batch = of(loss)
+    with pytest.raises(CaptureError, match=f"^{said} in the step is not supported") as refused:
+        tutti.distribute(step, model, optimizer)(*batch)
+    assert "lambda z: torch" in refused.value.at
+    assert "draw them before the step, and hand them over" in refused.value.fix
+
+
 DRAWS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
     "randn": lambda z, g: torch.randn(z.shape, generator=g),
     "randint": lambda z, g: torch.randint(9, z.shape, generator=g),
@@ -226,3 +249,5 @@ def test_a_generator_that_is_seeded_at_every_call_is_refused(name: str) -> None:
         tutti.distribute(step, model, optimizer)(*batch)
     assert "leave `generator` out" in str(refused.value)
     assert "test_random_ops.py" in str(refused.value)
+    if "from a generator" in str(refused.value):
+        assert "lambda z, g:" in refused.value.at

@@ -18,7 +18,13 @@ from tutti.capture.second_trace.attention_dropout import (
 )
 from tutti.capture.second_trace.constant_writes import refuse_constant_writes
 from tutti.capture.second_trace.overwrites import overwrites
-from tutti.capture.second_trace.random_ops import NO_GENERATOR, RANDOM_OPS, answer, is_random
+from tutti.capture.second_trace.random_ops import (
+    NO_GENERATOR,
+    RANDOM_OPS,
+    answer,
+    is_random,
+    refused_draw,
+)
 from tutti.capture.second_trace.sharing import MemorySharing
 from tutti.capture.second_trace.verbatim import Copying, copyable
 from tutti.errors import CaptureError
@@ -30,6 +36,7 @@ from tutti.graph.randomness.draw import draw
 from tutti.torch_private.fake_tensors import FakeTensorMode
 from tutti.torch_private.op_tables import OpOverload, overload_name, schema_of
 from tutti.torch_private.tracing import PythonKeyTracer, trace
+from tutti.user_lines import quoted
 
 aten = torch.ops.aten
 _CARRIED = (*NOTES, "output_of")
@@ -51,6 +58,11 @@ class _Replay(Copying):
         self.node = n
         return super().run_node(n)
 
+    @property
+    def _line(self) -> str:
+        """The user's line of the current node."""
+        return quoted(self.node.meta.get("source", "")) if self.node is not None else ""
+
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """A constant, as a value known to functionalization: otherwise writes to its copies would remain."""
         value = super().get_attr(target, args, kwargs)
@@ -62,7 +74,7 @@ class _Replay(Copying):
             if kwargs.get("generator") is not None:
                 raise CaptureError(
                     f"{target} draws from a generator that the step passes",
-                    at=self.node.meta.get("source", ""),
+                    at=self._line,
                     why="a step draws numbers that do not depend on the layout, whatever the state of that "
                     "generator is: one that is seeded at every call would not give the same numbers again",
                     fix=NO_GENERATOR,
@@ -75,12 +87,7 @@ class _Replay(Copying):
         if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) and (
             "attention" not in str(target) or dropout_of(target, args, kwargs)
         ):
-            raise CaptureError(
-                f"the random op {target} is not supported",
-                at=self.node.meta.get("source", ""),
-                why="its numbers would depend on how the step is sharded",
-                fix="build it from torch.rand, randn, randint, bernoulli or dropout",
-            )
+            raise refused_draw(target, self._line)
         if isinstance(target, OpOverload) and schema_of(target).name.startswith("aten::_foreach_"):
             return apart(target, args, kwargs)
         if target in BY_RECORDED:
@@ -88,7 +95,7 @@ class _Replay(Copying):
         if target in _HIDING:
             raise CaptureError(
                 f"{target} is not supported",
-                at=self.node.meta.get("source", ""),
+                at=self._line,
                 why="it writes running statistics that its schema does not name",
                 fix="call torch.nn.functional.batch_norm",
             )

@@ -13,10 +13,12 @@ from torch import Tensor
 from tutti.capture.patch_table import RNG_STATES
 from tutti.capture.second_trace import attention_dropout
 from tutti.capture.second_trace.gammas import dirichlet, standard_gamma
+from tutti.errors import CaptureError
 from tutti.graph.edits.patch import replaced
 from tutti.graph.randomness import random
 from tutti.graph.randomness.draw import drawn
 from tutti.torch_private.dispatch_modes import TorchDispatchMode
+from tutti.torch_private.op_tables import OpOverload, schema_of
 
 aten = torch.ops.aten
 # draw(kind, shape, params, dtype, device)
@@ -163,6 +165,13 @@ _OVERWRITES: dict[Any, Callable[..., Any]] = {
 NO_GENERATOR = (
     "leave `generator` out, or draw the numbers before the step and hand them over as arguments"
 )
+# Random ops without an answer, as users write them; others by their own names.
+_IN_WORDS = {
+    aten.poisson.default: "torch.poisson (torch.distributions.Poisson)",
+    aten.binomial.default: "torch.binomial (torch.distributions.Binomial)",
+    aten.random_.default: "x.random_() without bounds",
+    aten.rrelu_with_noise.default: "rrelu in training",
+}
 RANDOM_OPS = frozenset(_VALUES) | frozenset(_OVERWRITES)
 
 
@@ -183,6 +192,18 @@ def answer(draw: Draw, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if op in _VALUES:
         return _VALUES[op](draw, *args, **kwargs)
     return args[0].copy_(_OVERWRITES[op](draw, *args, **kwargs))
+
+
+def refused_draw(op: OpOverload, line: str) -> CaptureError:
+    """The error for a random op that has no answer, at the user's `line`."""
+    name = schema_of(op).name.removeprefix("aten::")
+    return CaptureError(
+        f"{_IN_WORDS.get(op, name)} in the step is not supported",
+        at=line,
+        why="the numbers of a step do not depend on its layout, and tutti has none of this distribution",
+        fix="draw them before the step, and hand them over as an argument; or build them from torch.rand, "
+        "randn, randint, bernoulli, torch.distributions.Gamma or Beta",
+    )
 
 
 class Counter(Protocol):
