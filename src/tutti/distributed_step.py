@@ -16,8 +16,6 @@ from tutti.capture.default_device import own_default_in
 from tutti.capture.substitutes.sparse import dense
 from tutti.environment import CHECK_NAN
 from tutti.errors import LayoutError
-from tutti.execution.cuda_graph import op_by_op
-from tutti.execution.measure import peak_nbytes
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.modes.choice import mode_of
@@ -32,7 +30,6 @@ from tutti.recording.watches import watch_of
 from tutti.remote_paths import path_of
 from tutti.report.collective_records import Record, records
 from tutti.saving import step_checkpoint
-from tutti.state.residence import run_device
 from tutti.state.whole import Whole, model_state
 from tutti.torch_private.optimizer_marks import mark_stepped
 from tutti.torch_private.pytrees import tree_flatten, tree_unflatten
@@ -81,6 +78,7 @@ class Step:
         self.batch_dim, self.seed = job.batch_dim, job.seed
         self.python, self.agreeing, self.served = running.python, running.agreeing, self.mode.served
         self._programs = Programs(self.mode)
+        self._measures = False  # the program of this call
         self._watch = watch_of(job, predicted_seconds) if self._automatic is None else None
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
@@ -95,21 +93,20 @@ class Step:
             given, self._automatic = self._automatic, None
             self._bind(*chosen(self._running.job, batch, given))
         mode, running, programs, watch = self.mode, self._running, self._programs, self._watch
-        if watch is not None and watch.begins(running.exchanges_next):
-            result = self.measure(*batch)
-            watch.ended_measuring(self._last)
-            return result
+        if watch is not None:
+            watch.begins()
         mode.before(batch)
         leaves, form = _flattened(batch)
         if (found := programs.found(leaves, form, batch)) is None:
             return self._first_call(leaves, form, batch)
         compiled, given = found
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        checked = CHECK_NAN.read()
-        returned = compiled.play(given, tensors, checked=checked)
+        measures = (watch is not None and watch.measures(compiled)) or self._measures
+        how = {"checked": CHECK_NAN.read(), "measures": measures}
+        returned = programs.played(compiled, given, tensors, **how)
         if compiled.reads is not None:
             compiled, returned = programs.on_its_way(
-                compiled, given, (leaves, form, batch), returned, checked=checked
+                compiled, given, (leaves, form, batch), returned, **how
             )
         programs.ended(compiled, running.num_steps)
         captured = compiled.program.captured
@@ -224,13 +221,14 @@ class Step:
     def measure(self, *batch: Any, **named: Any) -> Any:
         """One step, as a call, that measures its peak memory (bytes above the memory held before it).
 
-        Call it after a first plain step: a first call captures. On a CPU it runs under PyTorch's profiler.
+        The memory is that of the program, without the capture by a first call and without rounds between
+        replicas. On a CPU the program runs under PyTorch's profiler.
         """
-        with op_by_op():
-            nbytes, result = peak_nbytes(lambda: self(*batch, **named), run_device(self.model))
-        if self._last is not None:
-            self._last.measured = nbytes
-        return result
+        self._measures = True
+        try:
+            return self(*batch, **named)
+        finally:
+            self._measures = False
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters, buffers, optimizer slots and the step count, by name; shards are `DTensor`s.

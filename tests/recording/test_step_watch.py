@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import tutti
 from ranks import Ranks
 from tutti.environment import PLAN, PREDICTION, REPORT
+from tutti.modes import plain
 from tutti.planning.plan_file import Plan, fingerprint
 from tutti.recording import step_points
 from tutti.recording.first_calls import MEASURED_CALL, NUM_TIMED
@@ -26,6 +27,7 @@ from tutti.recording.run_writer import RunWriter, writer
 from tutti.recording.step_forecast import beside
 from tutti.recording.step_rows import MOST_NAN_EVENTS, StepRows
 from tutti.recording.step_watch import MOST_DESCRIBED
+from tutti.torch_private.profilers import profiler_is_used
 from tutti.version import VERSION
 
 STEPS = 8
@@ -194,6 +196,22 @@ def test_a_measured_call_that_makes_a_program_does_not_count(tmp_path: Path) -> 
     facts = of(tmp_path, "program")[2]["facts"]
     assert measured["nbytes"] == measured["predicted_nbytes"] == facts["memory"]["call_nbytes"]
     assert [p[0] for p in points(tmp_path) if p[2] == "nan"] == [4]
+
+
+def test_no_capture_takes_place_under_the_profiler_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would have hundreds of thousands of events, and PyTorch needs seconds for them."""
+    profiled, real = [], plain.capture
+
+    def noted(*args: Any, **options: Any) -> Any:
+        profiled.append(profiler_is_used())
+        return real(*args, **options)
+
+    monkeypatch.setattr(plain, "capture", noted)
+    losses("", str(tmp_path), batches=[torch.ones(n, 16) for n in (8, 6, 4, 4, 4, 4, 4)])
+    assert len(of(tmp_path, "measured")) == 1
+    assert len(profiled) >= 3 and not any(profiled)
 
 
 def test_nan_is_an_event(tmp_path: Path) -> None:

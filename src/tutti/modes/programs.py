@@ -19,9 +19,12 @@ from tutti.capture.state.lift import state_of
 from tutti.capture.state.tensor_attributes import refuse_in_batch
 from tutti.environment import MOST_PROGRAMS
 from tutti.execution.collector import rarely_collected
+from tutti.execution.cuda_graph import op_by_op
+from tutti.execution.measure import peak_nbytes
 from tutti.graph.edits.quick import quickly_written
 from tutti.modes.compiled_program import Compiled
 from tutti.modes.mode import Mode
+from tutti.state.residence import run_device
 from tutti.user_lines import OnlyUsersFrames
 
 # A program, and the numbers of a call.
@@ -56,6 +59,25 @@ class Programs:
             self.ahead = error
             return None
 
+    def played(
+        self,
+        compiled: Compiled[Any],
+        given: Mapping[str, float],
+        tensors: list[Tensor],
+        *,
+        checked: bool,
+        measures: bool,
+    ) -> list[Any]:
+        """`compiled.play`; `measures` its peak memory, without that of captures and of rounds."""
+        if not measures:
+            return compiled.play(given, tensors, checked=checked)
+        with op_by_op():
+            compiled.measured, returned = peak_nbytes(
+                lambda: compiled.play(given, tensors, checked=checked),
+                run_device(self._running.job.model),
+            )
+        return returned
+
     def on_its_way(
         self,
         compiled: Compiled[Any],
@@ -64,6 +86,7 @@ class Programs:
         returned: list[Any],
         *,
         checked: bool,
+        measures: bool,
     ) -> tuple[Compiled[Any], list[Any]]:
         """The program with the branches of this `call`, and its results: if the tensor values that the step
         reads lead to other branches, another program runs, and the first run does not count."""
@@ -75,7 +98,7 @@ class Programs:
             if compiled.reads.holds(given, values):
                 return compiled, returned
             compiled, given = self._find(*call, assumed=compiled.reads.assumed(given, values))
-            returned = compiled.play(given, tensors, checked=checked)
+            returned = self.played(compiled, given, tensors, checked=checked, measures=measures)
             if compiled.reads is None:
                 return compiled, returned
         raise no_way(compiled.program.captured, values)

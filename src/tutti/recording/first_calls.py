@@ -1,7 +1,7 @@
 """Measures the first calls of a step: their memory and their time.
 
 call 1          makes the program
-call 2          takes place under the profiler of memory, once; a later one, if replicas exchange after it
+call 2          its program plays under the profiler of memory, once; a capture does not
 calls 3 to 5    are timed: their median is the measured step
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 from tutti.torch_private.profilers import profiler_is_used
@@ -39,19 +38,17 @@ class FirstCalls:
         self._timed: list[float] = []
         self._begun = self._ended = time.perf_counter()
 
-    def begins(self, exchanges: Callable[[], bool]) -> bool:
-        """A call begins; whether to take it as `Step.measure` does. The user's own profiler stays alone.
-
-        The memory of a call is that of its program: an exchange of replicas (`exchanges`) needs more.
-        """
-        due = self.wants_memory and not self.measuring and self.program is not None
-        if due and self.num_calls >= MEASURED_CALL - 1 and not exchanges():
-            self.measuring = not profiler_is_used()
-            self.wants_memory = self.measuring
-            if self.measuring:
-                return True
+    def begins(self) -> None:
+        """A call begins."""
+        self.measuring = False
         self._begun = time.perf_counter()
-        return False
+
+    def measures(self, program: Measurable) -> bool:
+        """Whether to measure the memory of `program`, which plays next. A user's profiler stays alone."""
+        again = program is self.program and self.num_calls == MEASURED_CALL - 1
+        if self.wants_memory and again:
+            self.measuring = self.wants_memory = not profiler_is_used()
+        return self.measuring
 
     def seconds(self, now: float, *, on_gpu: bool) -> float:
         """Of the call that ends now. One on a GPU ends before its work: from one call's end to the next it
@@ -61,13 +58,6 @@ class FirstCalls:
     def ended(self) -> None:
         """All that belongs to a call has ended."""
         self._ended = time.perf_counter()
-
-    def ended_measuring(self, program: Measurable | None) -> None:
-        """The end of a measured call. One that made its program, or was an eager one, does not count: another
-        call is measured."""
-        self.measuring = False
-        if self.wants_memory and program is not None:
-            program.measured = None
 
     def change(self, program: Measurable | None) -> None:
         """A first call of `program`; None after an eager one."""

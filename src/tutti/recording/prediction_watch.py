@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from itertools import count
 from typing import Any, Protocol
 
@@ -39,9 +38,13 @@ class PredictionWatch:
         self._predicted_seconds, self._on_gpu = predicted_seconds, on_gpu
         self._first = FirstCalls(wants_memory=True, wants_seconds=True)
 
-    def begins(self, exchanges: Callable[[], bool]) -> bool:
-        """A call begins; whether to take it as `Step.measure` does, if no exchange of replicas follows it."""
-        return self._first.begins(exchanges)
+    def begins(self) -> None:
+        """A call begins."""
+        self._first.begins()
+
+    def measures(self, program: MeasuredProgram) -> bool:
+        """Whether to measure the memory of `program`, which plays now."""
+        return self._first.measures(program)
 
     def ended(self, step: int, result: Any, program: MeasuredProgram | None) -> None:
         """A call has ended; None for the program of a first, eager one."""
@@ -54,10 +57,6 @@ class PredictionWatch:
         elif (measured := first.add(seconds)) is not None:
             self._tell(measured, program)
         first.ended()
-
-    def ended_measuring(self, program: MeasuredProgram | None) -> None:
-        """The end of a measured call."""
-        self._first.ended_measuring(program)
 
     def _tell(self, seconds: float, program: MeasuredProgram) -> None:
         nbytes = program.measured

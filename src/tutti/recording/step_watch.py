@@ -12,7 +12,6 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -59,9 +58,13 @@ class StepWatch:
         self._first = FirstCalls(wants_memory=out.leads and trains, wants_seconds=out.leads)
         self._on_gpu: bool | None = None
 
-    def begins(self, exchanges: Callable[[], bool]) -> bool:
-        """A call begins; whether to take it as `Step.measure` does, if no exchange of replicas follows it."""
-        return self._first.begins(exchanges)
+    def begins(self) -> None:
+        """A call begins."""
+        self._first.begins()
+
+    def measures(self, program: Watched) -> bool:
+        """Whether to measure the memory of `program`, which plays now."""
+        return self._first.measures(program)
 
     def ended(self, step: int, result: Any, program: Watched | None) -> None:
         """A call has ended with `result` after `step` steps; None for the program of a first, eager one."""
@@ -75,17 +78,13 @@ class StepWatch:
             measured = self._first.add(seconds)
             if measured is not None:
                 self._tell(measured, program)
-            if self._first.measuring:
-                seconds = math.nan  # under the profiler
         else:
             self._change(step, seconds, program)
+        if self._first.measuring:
+            seconds = math.nan  # under the profiler
         values = self._scalars.of(result)
         self._rows.add(step, now, seconds, self._scalars.names, values)
         self._first.ended()
-
-    def ended_measuring(self, program: Watched | None) -> None:
-        """The end of a measured call."""
-        self._first.ended_measuring(program)
 
     def _change(self, step: int, seconds: float, program: Watched | None) -> None:
         """Another program than that of the last call."""
