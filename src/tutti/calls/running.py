@@ -41,10 +41,6 @@ class Running:
         self.num_steps = 0
         self.begun = False  # whether all ranks have made a call
 
-    def exchanges_next(self) -> bool:
-        """Whether an exchange of replicas follows the next call."""
-        return self.agreeing is not None and self.agreeing.exchanges_after(self.num_steps + 1)
-
     def begin_together(self, batch: tuple[Any, ...]) -> None:
         """Check that all ranks are at this call, without a program for it, and have the same inputs."""
         job, several = self.job, ensure_process_group()

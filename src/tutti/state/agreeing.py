@@ -79,13 +79,10 @@ class Agreeing:
         assert self.team is not None
         self.team.before(step, trained, self.weights)
 
-    def exchanges_after(self, num_steps: int) -> bool:
-        """Whether an exchange is due after this number of steps."""
-        return self.team is not None and self.team.is_due(num_steps)
-
     def after(self, num_steps: int) -> None:
         """Run the exchanges that are due after this number of steps."""
-        if self.team is None or not self.exchanges_after(num_steps):
+        assert self.team is not None
+        if not self.team.is_due(num_steps):
             return
         weights, buffers = self.weights(), self.buffers()
         with torch.no_grad():
