@@ -81,6 +81,15 @@ def test_both_sides_of_a_branch_get_a_trace() -> None:
     assert as_eager(lambda: (trained(loss), model_of()), *lengths)[1] <= 3
 
 
+def test_a_trace_takes_the_branch_of_the_last_call() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        found = loss_of(model, x)
+        return found * 2 if found < 100 else found
+
+    # Only the first call tries the other one before.
+    assert as_eager(lambda: (trained(loss), model_of()), 8, 12)[0] == 3
+
+
 def test_a_loop_over_the_length_is_traced_for_each() -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return sum((loss_of(model, x[:, : i + 1]) for i in range(x.shape[1])), torch.zeros(()))

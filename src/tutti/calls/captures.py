@@ -4,6 +4,9 @@ The first sizes get a concrete trace. For further sizes one more trace has symbo
 differ. Substitution of sizes gives the graph for any sizes that satisfy the guards of that trace. A symbolic
 trace counts only if it reproduces the captured graph of the first sizes. Without one, each set of sizes gets
 a concrete trace.
+
+A trace begins with the tensor values that the last call has read, as hints: its own call mostly takes the
+same branches.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from torch import Tensor, nn
 from tutti.calls.guards import guard_of
 from tutti.calls.python_values import PythonValues
 from tutti.capture.alike import difference
+from tutti.capture.python.assumed_values import Assumed
 from tutti.capture.python.python_state import Findings
+from tutti.capture.python.read_places import Place
 from tutti.capture.python.sizes import FreeSizes, Shapes
 from tutti.capture.resized import Resizable
 from tutti.capture.state.left_modes import modes_kept
@@ -36,8 +41,8 @@ MOST_TRACES = 4
 MOST_FAILURES = 2
 MOST_KINDS = 8
 
-# capture(free sizes, findings)
-Capture = Callable[[FreeSizes | None, Findings], Captured]
+# capture(free sizes, findings, assumed tensor values)
+Capture = Callable[[FreeSizes | None, Findings, Assumed], Captured]
 
 
 @dataclass
@@ -65,6 +70,7 @@ class Captures:
         self._model, self._optimizer, self._python = model, optimizer, python
         self._kinds: dict[Any, _Kind] = {}
         self._last: tuple[Captured, Shapes] | None = None
+        self._hints = Assumed()
         self.is_resized = False  # whether the last capture comes from a symbolic trace
 
     def of(
@@ -94,9 +100,13 @@ class Captures:
             if made is not None:
                 self._last, self.is_resized = None, True
                 return made
-        made = capture(None, self._python.findings)
+        made = capture(None, self._python.findings, self._hints)
         self._last = made, shapes
         return made
+
+    def hint(self, values: Mapping[Place, float]) -> None:
+        """Note the tensor values that a call has read."""
+        self._hints = Assumed(values)
 
     def enter(self, key: Any) -> None:
         """Let the last capture serve calls with this key."""
@@ -160,7 +170,7 @@ class Captures:
         known = self._python.findings
         findings = copy.deepcopy(known)
         try:
-            captured = capture(free, findings)
+            captured = capture(free, findings, self._hints)
             return Resizable(captured, free, shapes) if findings == known else None
         except Exception:
             return None

@@ -173,7 +173,9 @@ class Plain:
         batch = tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], form)
         renewed = {i: new for i, (old, new) in home.renewed.items() if old() is not None}
 
-        def captured_with(free: FreeSizes | None, findings: Findings) -> Captured:
+        def captured_with(
+            free: FreeSizes | None, findings: Findings, assumed: Assumed | None
+        ) -> Captured:
             return capture(
                 *job.trained,
                 batch,
@@ -185,7 +187,7 @@ class Plain:
             )
 
         if known is None or assumed is not None:
-            captured = captured_with(None, running.python.findings)
+            captured = captured_with(None, running.python.findings, assumed)
             running.captures.is_resized = False
         else:
             captured = running.captures.of(*known, batch, renewed, captured_with)

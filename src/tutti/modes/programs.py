@@ -96,6 +96,7 @@ class Programs:
             assert compiled.reads is not None
             values = compiled.reads.values(returned)
             if compiled.reads.holds(given, values):
+                self._running.captures.hint(values)
                 return compiled, returned
             compiled, given = self._find(*call, assumed=compiled.reads.assumed(given, values))
             returned = self.played(compiled, given, tensors, checked=checked, measures=measures)
@@ -151,7 +152,7 @@ class Programs:
         if not made.program.captured.other_modes:
             numbers = self._enter(made, leaves, form, walk=was_traced)
         if was_traced:
-            self._warn_of_retraces()
+            self._warn_of_retraces(why)
         self._forget(made)
         return made, self._numbers.of(leaves, numbers)
 
@@ -207,13 +208,13 @@ class Programs:
                 stacklevel=5,
             )
 
-    def _warn_of_retraces(self) -> None:
+    def _warn_of_retraces(self, why: str) -> None:
         """Warn of a value that changes at every call (a switch of a module) and so causes endless traces."""
         self.num_traces += 1
         count = self.num_traces
         if count in (8, 64):
             warnings.warn(
-                f"the step has been traced {count} times: shapes, options of the optimizer or plain "
-                "attributes of a module keep changing",
+                f"the step has been traced {count} times: shapes, options of the optimizer, plain "
+                f"attributes of a module or branches keep changing; the last time {why}",
                 stacklevel=4,
             )
