@@ -104,9 +104,32 @@ def test_more_stages_than_there_is_to_do() -> None:
 
 
 def test_a_second_update_on_what_the_first_one_made() -> None:
-    error = by_verify("twice", "pipe=2")
-    assert isinstance(error, ShardingError) and "reads the result of an update" in error.what
-    assert "needs all its samples" in by_verify("twice", "micro=4").what
+    for layout in ("pipe=2", "micro=4", "data=2 zero=3 micro=2"):
+        error = by_verify("twice", layout)
+        assert isinstance(error, ShardingError)
+        assert error.what.endswith(": addmm in layers.0 reads the result of an update")
+        assert "stacks.py" in error.at and "two calls of distribute" in error.fix
+        assert "BatchNorm" not in error.why + error.fix
+
+
+def test_a_second_forward_with_weights_that_a_gradient_has_changed() -> None:
+    """As SAM does, without an update in between."""
+
+    def step(model: nn.Module, optimizer: Any, x: Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(p.grad, alpha=0.1)  # type: ignore[arg-type]
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    error = refused(lambda: tutti.verify(step, model, optimizer, (torch.ones(8, 4),), "micro=2"))
+    assert "a backward has made" in error.why and "SAM" in error.why
+    assert "all_reduce" not in error.why and "BatchNorm" not in error.why + error.fix
 
 
 @BOTH

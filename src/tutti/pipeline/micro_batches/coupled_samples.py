@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from tutti.errors import ShardingError
+from tutti.graph.analysis.order import ancestors
 from tutti.graph.edits.edit import source_of
 from tutti.graph.ops import collectives
 from tutti.graph.text import op_name
@@ -31,6 +32,12 @@ def coupling(coupled: fx.Node, summed: fx.Node, op: str, at: str, num_micro: int
             "torch.stack([torch.logsumexp(row, -1) for row in x]); two batches as two tensors; or leave "
             f"micro={num_micro} out"
         )
+    elif coupled.meta.get("region") == "forward" and _is_of_gradients(summed):
+        why = (
+            f"it reads a sum of {value} {late}, and that a backward has made: a second forward with weights "
+            "that the gradient of the first one has changed (MAML, SAM) needs all samples of the first"
+        )
+        fix = f"leave micro={num_micro} out"
     else:
         read = value if summed.target is collectives.all_gather else f"a sum of {value}"
         why = (
@@ -47,10 +54,16 @@ def coupling(coupled: fx.Node, summed: fx.Node, op: str, at: str, num_micro: int
 
 def _named(value: fx.Node) -> str:
     """The op of a value, with its line in the user's program if that is known."""
-    while value.target is operator.getitem:  # one of the results of an op
+    # One of the results of an op; a sum of a value.
+    while value.target is operator.getitem or value.target in collectives.COLLECTIVES:
         value = value.all_input_nodes[0]
     source = source_of(value)
     return f"{op_name(value)} ({source})" if source else op_name(value)
+
+
+def _is_of_gradients(summed: fx.Node) -> bool:
+    """Whether a sum depends on the values of a backward."""
+    return any(x.meta.get("region") == "backward" for x in ancestors([summed]))
 
 
 def _takes_samples(node: fx.Node) -> bool:

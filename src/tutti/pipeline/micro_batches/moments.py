@@ -30,11 +30,11 @@ from tutti.graph.analysis.order import ancestors
 from tutti.graph.analysis.state import is_state
 from tutti.graph.edits.edit import NOTES, source_of
 from tutti.graph.ops import collectives
-from tutti.graph.text import op_name
 from tutti.layout import Layout, Sharding
 from tutti.partition.partition import WITHOUT_RULE
 from tutti.pipeline.micro_batches.coupled_samples import coupling
 from tutti.pipeline.micro_batches.over_time import MICRO, sums_over_time, take_apart
+from tutti.pipeline.micro_batches.second_passes import in_words, reader_of_update, second_pass
 from tutti.user_lines import quoted
 
 aten = torch.ops.aten
@@ -321,16 +321,10 @@ class _Sorter:
         if self._may_precede(summed):
             raise _NeededBefore(summed)
         coupled = summed.meta.get("user") or node
-        at = quoted(source_of(coupled))
-        module = coupled.meta.get("module") or ""
-        op = f"{op_name(coupled)} in {module}" if module else op_name(coupled)
-        if self.num_micro == 1:
-            raise ShardingError(
-                f"pipe= cannot cut the step: {op} reads the result of an update",
-                at=at,
-                why="stages go through one forward and one backward, and the update follows them",
-                fix="one update a step: two calls of distribute, one for each, share the model",
-            )
+        reader = reader_of_update([node])
+        if reader is not None or self.num_micro == 1:
+            raise second_pass(reader or coupled, self.num_micro)
+        op, at = in_words(coupled), quoted(source_of(coupled))
         if coupled.meta.get(WITHOUT_RULE):
             raise ShardingError(
                 f"micro={self.num_micro} cannot split the batch in time: no rule says how {op} may be split",

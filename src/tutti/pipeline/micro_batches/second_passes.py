@@ -1,0 +1,61 @@
+"""The refusal of a second forward or backward in a step, which reads the result of an update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from tutti.errors import ShardingError
+from tutti.graph.analysis.order import ancestors
+from tutti.graph.edits.edit import source_of
+from tutti.graph.ops import collectives
+from tutti.graph.ops.boundary import IDENTITIES
+from tutti.graph.text import op_name
+from tutti.user_lines import quoted
+
+aten = torch.ops.aten
+# They compute nothing: the op behind them is named.
+_MOVES = (*IDENTITIES, *collectives.PLAYED, aten.permute.default, aten.reshape.default)
+_PASSES = ("forward", "backward")
+FIX = "one update a step: two calls of distribute, one for each, share the model"
+
+
+def reader_of_update(ends: Iterable[fx.Node]) -> fx.Node | None:
+    """The first op of a forward or backward, among `ends` and their ancestors, that reads the result of an
+    update of the same step; None without one."""
+    among, updated = ancestors(ends), set[fx.Node]()
+    for node in next((n.graph.nodes for n in among), ()):
+        if node not in among or node.op != "call_function":
+            continue
+        moves = node.target in _MOVES
+        reads = not updated.isdisjoint(node.all_input_nodes)
+        if node.meta.get("region") == "update" or (reads and moves):
+            updated.add(node)
+        elif reads and node.meta.get("region") in _PASSES:
+            return node
+    return None
+
+
+def in_words(node: fx.Node) -> str:
+    """The op of a node, and its module."""
+    module = node.meta.get("module") or ""
+    return f"{op_name(node)} in {module}" if module else op_name(node)
+
+
+def second_pass(reader: fx.Node, num_micro: int) -> ShardingError:
+    """The error for a step whose op `reader` reads the result of an update of the same step."""
+    if num_micro == 1:
+        what, rest = "pipe= cannot cut the step", ""
+        why = "stages go through one forward and one backward, and the update follows them"
+    else:
+        what = f"micro={num_micro} cannot split the batch in time"
+        why = "the update needs the gradients of all micro-batches, so it follows the last of them"
+        rest = f"; or leave micro={num_micro} out"
+    return ShardingError(
+        f"{what}: {in_words(reader)} reads the result of an update",
+        at=quoted(source_of(reader)),
+        why=why,
+        fix=FIX + rest,
+    )
