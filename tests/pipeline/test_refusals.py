@@ -226,5 +226,24 @@ def test_a_step_whose_forward_is_not_split_names_the_way_out() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(LayoutError, match="cannot cut the step into 2 stages") as caught:
         tutti.verify(step, model, optimizer, (torch.randn(4, 3, 4),), "pipe=2 micro=2")
-    assert "one update of the model a step" in str(caught.value)
-    assert "no elements" not in str(caught.value)
+    error = caught.value
+    assert "addmm in 0 reads the result of an update" in error.why
+    assert "loss = model(x[task])" in error.at and "one update a step" in error.fix
+
+
+@pytest.mark.parametrize(
+    ("of_the_batch", "why"),
+    [
+        (lambda x: x[1], "select.int reads all samples of the batch at once"),
+        (torch.ones_like, "the step reads no tensor of its batch"),
+    ],
+)
+def test_a_step_that_takes_the_batch_otherwise(
+    of_the_batch: Callable[[Tensor], Tensor], why: str
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    step = trained(lambda model, x: model(of_the_batch(x)).square().mean())
+    optimizer, batch = torch.optim.SGD(model.parameters(), 0.1), (torch.randn(4, 3, 4),)
+    error = refused(lambda: tutti.verify(step, model, optimizer, batch, "pipe=2 micro=2"))
+    assert error.what == "cannot cut the step into 2 stages" and why in error.why
+    assert bool(error.at) == ("select" in why)

@@ -31,6 +31,7 @@ from tutti.pipeline.micro_batches.moments import Moments, is_linear
 from tutti.pipeline.stages.backward import Backward, backward_of
 from tutti.pipeline.stages.balance import balanced, division_cost
 from tutti.pipeline.stages.recomputed import read_what_is_there
+from tutti.pipeline.stages.too_few_ops import too_few_ops
 
 # The cost of a node's forward and backward, relative to its forward.
 FORWARD_AND_BACKWARD = 3.0
@@ -91,10 +92,6 @@ def cut(
     return found
 
 
-def _is_empty(node: fx.Node) -> bool:
-    return node.meta.get("kind") == "batch" and not node.meta["val"].numel()
-
-
 class _StageCutter:
     def __init__(self, moments: Moments, num_stages: int, mesh: Mesh | None = None) -> None:
         self.moments, self.num_stages = moments, num_stages
@@ -121,15 +118,7 @@ class _StageCutter:
         ]
         costly = sum(1 for n in self.forward if self.seconds[n] > 0)
         if 1 < num_stages > costly:
-            if costly:
-                why = f"its forward has {costly} ops that run for each micro-batch and are not mere views"
-                fix = f"pipe={costly} at most"
-            else:
-                why = "no op of its forward that runs for each micro-batch has any work"
-                fix = "pipe=1; or one forward, one backward and one update of the model a step"
-                if any(_is_empty(n) for n in moments.graph.nodes):
-                    fix = "pipe=1; or leave out batches whose tensors have no elements"
-            raise LayoutError(f"cannot cut the step into {num_stages} stages", why=why, fix=fix)
+            raise too_few_ops(moments, num_stages, costly)
 
     def stages(self, cuts: Sequence[int]) -> Stages:
         """Every node's stage if stage k + 1 begins at forward node `cuts[k]`."""
