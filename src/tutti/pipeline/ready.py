@@ -14,6 +14,7 @@ from tutti.partition.partition import Program
 from tutti.passes.pass_table import left_out_by_environment, ready_to_split, refuse_unknown
 from tutti.passes.target import Target
 from tutti.pipeline.micro_batches.moments import moments_of
+from tutti.pipeline.micro_batches.sums_apart import sums_apart
 from tutti.pipeline.schedule.schedule import Schedule
 from tutti.pipeline.schedule.schedules import schedule
 from tutti.pipeline.schedule.validate import validate
@@ -45,8 +46,11 @@ def refuse_coupled(program: Program) -> None:
 def for_time(captured: Captured, layout: Layout, made: Callable[[Captured], Program]) -> Program:
     """The program that `made` gives for a captured step under a layout.
 
-    With `micro` it is without the values for inspection, if they couple the samples of a batch.
+    With `micro` numbers that the step adds to each value of a sum join the sum. Values for inspection are
+    left out if they couple the samples of a batch.
     """
+    if layout.micro > 1:
+        captured = sums_apart(captured)
     program = made(captured)
     if layout.in_time and captured.inspects:
         try:

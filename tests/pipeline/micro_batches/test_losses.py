@@ -52,6 +52,10 @@ LOSSES: dict[str, Loss] = {
     "masked, less masked": lambda p, y, m: (
         masked_mean(F.cross_entropy(p, y, reduction="none"), m) - masked_mean(entropy(p), m)
     ),
+    "a mean in each sample": lambda p, y, m: -((p[:, 0] + p[:, 1].mean()) / 3).mean(),
+    "means in each pixel": lambda p, y, m: (
+        (p[:, 1].square().mean() - (2 - p.exp() + p[:, 2].mean()) * 0.5).sum(1).mean()
+    ),
     "an entropy less a masked mean": lambda p, y, m: entropy(p).mean() - masked_mean(p[:, 0], m),
 }
 
@@ -84,7 +88,10 @@ def test_as_on_one_device(ranks: Ranks, name: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["pipe=2 micro=2", "micro=4", "data=2 pipe=2 micro=2 zero=1"])
-@pytest.mark.parametrize("name", ["class weights", "ignored, less an entropy"])
+@pytest.mark.parametrize(
+    "name",
+    ["class weights", "ignored, less an entropy", "a mean in each sample", "means in each pixel"],
+)
 def test_other_layouts(name: str, layout: str) -> None:
     torch.manual_seed(0)
     step, model, optimizer, batch = _program(LOSSES[name])
@@ -94,8 +101,16 @@ def test_other_layouts(name: str, layout: str) -> None:
     assert found.ok, str(found)
 
 
-def test_a_sum_of_what_the_model_makes_still_couples_the_batch() -> None:
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda p, y, m: (p / p.abs().sum()).square().sum(),
+        lambda p, y, m: (p + p.mean()).square().sum(),  # not linear
+        lambda p, y, m: (p * p.mean()).sum(),
+    ],
+)
+def test_a_sum_of_what_the_model_makes_still_couples_the_batch(loss: Loss) -> None:
     torch.manual_seed(0)
-    step, model, optimizer, batch = _program(lambda p, y, m: (p / p.abs().sum()).square().sum())
+    step, model, optimizer, batch = _program(loss)
     with pytest.raises(ShardingError, match="needs all its samples at once"):
         tutti.verify(step, model, optimizer, batch, "micro=2")
