@@ -122,3 +122,11 @@ def test_a_copy_is_no_look() -> None:
     copied = next(n for n in _program().nodes if n.target is aten.reshape.default)
     assert fixed.of(copied) is None and not fixed.is_look(copied)
     assert fixed.is_look(copied.args[0])  # type: ignore[arg-type]
+
+
+def test_a_long_chain_of_writes() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for _ in range(3_000):
+        x = graph.call_function(aten.mul_.Scalar, (x, 0.5))
+    assert Fixed(Memory(), {}).of(x) is None

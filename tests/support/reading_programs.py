@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves
 
 import tutti
+from looping_programs import LOOPING
 from python_programs import mlp, plain, update
 
 Made = tuple[Callable[..., Any], nn.Module, Any]
@@ -268,6 +269,7 @@ READING: dict[str, Callable[[], Made]] = {
     "radam": with_optimizer(lambda p: RAdam(p, lr=0.05)),
     "asgd": with_optimizer(lambda p: ASGD(p, lr=0.05, t0=3)),
     "estimating": with_optimizer(Estimating),
+    **LOOPING,
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from tutti.user_lines import quoted
 
 # Whether a trace is valid for numbers by name.
 Guard = Callable[[Mapping[str, float]], bool]
-MOST_WAYS = 8  # traces for one call
+MOST_WAYS = 16  # traces for one call
 _LIBRARY = {"math": math, "torch": torch}
 
 
@@ -72,18 +73,20 @@ class ReadGuard:
         self._first, self._reads = captured.num_results, captured.reads.places
         symbols = _symbols(captured)
         reads = {s: str(s) for s in captured.reads.symbols}
-        order = [*reads]
-        # Each condition with the last read on which it depends.
-        conditions: dict[str, int] = {}
+        conditions: dict[str, list[Any]] = {}  # each with its symbols
         used: dict[Any, str] = {}
         for text, expr in _conditions(captured):
-            if found := expr.free_symbols & reads.keys():
-                conditions[text] = max(map(order.index, found))
+            if expr.free_symbols & reads.keys():
+                conditions[text] = [s for s in expr.free_symbols if s in symbols or s in reads]
                 used |= {s: symbols[s] for s in expr.free_symbols & symbols.keys()}
-        self._numbers, self._last = list(used.values()), list(conditions.values())
+        self._numbers = list(used.values())
         given = [*used, *reads]
         self._holds = _function(given, " and ".join(conditions) or "True")
-        self._each = [_function(given, text) for text in conditions]
+        places = {s: k for k, s in enumerate(given)}
+        self._each = [
+            _Condition(_function(own, text), [places[s] for s in own])
+            for text, own in conditions.items()
+        ]
 
     def values(self, results: Sequence[Any]) -> dict[Place, float]:
         """The values read in a run, by the place of the read."""
@@ -95,21 +98,40 @@ class ReadGuard:
         known = all(k in values for k in self._reads)
         return known and _is_true(self._holds, self._arguments(given, values))
 
+    def may_hold(self, given: Mapping[str, Any], values: Mapping[Place, float]) -> bool:
+        """Whether no known value excludes this trace, and some are unknown: those of a loop's later turns."""
+        known = [k in values for k in self._reads]
+        arguments = self._arguments(given, {k: values.get(k, math.nan) for k in self._reads})
+        known = [True] * len(self._numbers) + known
+        return not all(known) and all(
+            one.holds(arguments) for one in self._each if all(known[k] for k in one.places)
+        )
+
+    @property
+    def num_reads(self) -> int:
+        """The number of reads on which branches depend."""
+        return len(self._reads)
+
     def assumed(self, given: Mapping[str, Any], values: Mapping[Place, float]) -> Assumed:
         """What another trace assumes by the values of a run that went other ways than this trace."""
         arguments = self._arguments(given, values)
-        first = min(
-            (
-                last
-                for holds, last in zip(self._each, self._last, strict=True)
-                if not _is_true(holds, arguments)
-            ),
-            default=-1,
-        )
-        return Assumed(values, frozenset(self._reads[: first + 1]))
+        failed = (max(one.places) for one in self._each if not one.holds(arguments))
+        first = min(failed, default=-1) - len(self._numbers)
+        return Assumed(values, frozenset(self._reads[: max(first + 1, 0)]))
 
     def _arguments(self, given: Mapping[str, Any], values: Mapping[Place, float]) -> list[Any]:
         return [given[n] for n in self._numbers] + [values[k] for k in self._reads]
+
+
+@dataclass(frozen=True)
+class _Condition:
+    """A condition of a branch, and the places of its arguments among all: numbers first, then reads."""
+
+    function: Callable[..., Any]
+    places: list[int]
+
+    def holds(self, arguments: Sequence[Any]) -> bool:
+        return _is_true(self.function, [arguments[k] for k in self.places])
 
 
 def _is_true(condition: Callable[..., Any], given: list[Any]) -> bool:

@@ -42,10 +42,12 @@ class Watch:
     region: str = "forward"
     in_update: int = 0
     num_streams: int = 0
+    num_nodes: int = 0
     forward: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def note(self, node: fx.Node, root: Any) -> None:
         """Write the current notes onto a fresh node; `root` has the constants of the trace."""
+        self.num_nodes += 1
         source = user_line()
         module = self.modules[-1] if self.modules else ""
         number = running_node_number() if self.region == "backward" else None

@@ -36,6 +36,7 @@ from tutti.capture.python.left_values import (
     refuse_kept,
     refuse_lost,
 )
+from tutti.capture.python.loop_reads import EndlessLoop
 from tutti.capture.python.not_kept import NotKept
 from tutti.capture.python.other_ways import OtherWays
 from tutti.capture.python.outside import lift_outside, read_by, refuse_written
@@ -209,7 +210,7 @@ def capture(
     begun = assumed or Assumed()
 
     def prepared(assumed: Assumed = begun) -> _Lifted:
-        mode = fake_mode(assumed, sized=free is not None)
+        mode = fake_mode(assumed, findings.loops, sized=free is not None)
         state, reached = state_of(model, optimizer), python()
         refuse_kinds(state, reached.names)
         refuse_in_batch(leaves, reached.names)
@@ -262,6 +263,8 @@ def _traced(
             traced = lifted.traced()
         except TraceAgain:
             continue
+        except EndlessLoop:
+            raise
         except (Exception, SystemExit) as error:
             if (other := ways.after(error, lifted.symbols)) is not None:
                 assumed = [other]
@@ -454,7 +457,7 @@ class _Lifted:
             kinds_of_fakes(self.python.scopes),
             conversions_read(self.python.scopes),
             self.mode,
-            watching(self.model),
+            watching(self.model) as watch,
             explained(),
             no_host_randomness(self.python.tables),
             in_other_forms(),
@@ -464,7 +467,7 @@ class _Lifted:
             symbols_stay(self.symbols),
         ):
             table = {**communicating_ops(), **OTHER_FORMS}
-            self.symbols.begin(_Lifted.trace.__code__)
+            self.symbols.begin(_Lifted.trace.__code__, lambda: watch.num_nodes)
             traced = trace(self._run, self.inputs, table)
         self.reads = held(traced, self.symbols)
         return traced

@@ -30,8 +30,13 @@ class Fixed:
 
     def of(self, node: fx.Node) -> Tensor | None:
         """The fixed tensor of `node`; None if it has none."""
-        if node not in self._known:
-            self._known[node] = self._found(node)
+        chain: list[fx.Node] = []  # may be longer than Python's recursion
+        source: fx.Node | None = node
+        while source is not None and source not in self._known:
+            chain.append(source)
+            source = aliased(source)
+        for one in reversed(chain):
+            self._known[one] = self._found(one)
         return self._known[node]
 
     def is_look(self, node: fx.Node) -> bool:

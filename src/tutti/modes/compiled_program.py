@@ -43,9 +43,18 @@ class Compiled(Generic[Bound]):
     last_call: int = field(default=0, kw_only=True)
     why: str = field(default="", kw_only=True)
 
-    def may_hold(self, given: Mapping[str, float], assumed: Assumed) -> bool:
-        """Whether a run may take the branches of this program, by tensor values of another run."""
+    def takes(self, given: Mapping[str, float], assumed: Assumed) -> bool:
+        """Whether a run takes the branches of this program, by tensor values of another run."""
         return self.reads is None or self.reads.holds(given, assumed.values)
+
+    def may_take(self, given: Mapping[str, float], assumed: Assumed) -> bool:
+        """Whether it may take them: those values leave it open."""
+        return self.reads is not None and self.reads.may_hold(given, assumed.values)
+
+    @property
+    def num_reads(self) -> int:
+        """The number of tensor values on which its branches depend."""
+        return 0 if self.reads is None else self.reads.num_reads
 
     def play(
         self, given: Mapping[str, float], tensors: list[Tensor], *, checked: bool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -92,24 +92,32 @@ class Programs:
         reads lead to other branches, another program runs, and the first run does not count."""
         tensors = [x for x in call[0] if isinstance(x, Tensor)]
         values: Mapping[Place, float] = {}
-        for _ in range(MOST_WAYS):
+        for k in range(MOST_WAYS):
             assert compiled.reads is not None
             values = compiled.reads.values(returned)
             if compiled.reads.holds(given, values):
                 self._running.captures.hint(values)
                 return compiled, returned
-            compiled, given = self._find(*call, assumed=compiled.reads.assumed(given, values))
+            assumed = compiled.reads.assumed(given, values)
+            compiled, given = self._find(*call, assumed=assumed, tries=k == 0)
             returned = self.played(compiled, given, tensors, checked=checked, measures=measures)
             if compiled.reads is None:
                 return compiled, returned
         raise no_way(compiled.program.captured, values)
 
     def _find(
-        self, leaves: list[Any], form: Any, batch: tuple[Any, ...], assumed: Assumed | None = None
+        self,
+        leaves: list[Any],
+        form: Any,
+        batch: tuple[Any, ...],
+        assumed: Assumed | None = None,
+        *,
+        tries: bool = False,
     ) -> Found:
         """The program of this call, compiled if there is none.
 
-        `assumed` are the tensor values that the step has read in a run with other branches.
+        `assumed` are the tensor values that the step has read in a run with other branches. With `tries`, a
+        program that reads more of them may be it: that of a loop with more turns.
         """
         running = self._running
         version = self._signatures.version
@@ -125,11 +133,11 @@ class Programs:
         found = self.known.get(key, ())
         if len(found) > 1:
             found = sorted(found, key=lambda one: one is not self.last)
-        for compiled in found:
-            if compiled.holds(given) and (assumed is None or compiled.may_hold(given, assumed)):
-                for module, training in compiled.modes:
-                    module.training = training
-                return compiled, given
+        valid = (one for one in found if one.holds(given))
+        if (compiled := _fitting(valid, given, assumed, tries=tries)) is not None:
+            for module, training in compiled.modes:
+                module.training = training
+            return compiled, given
         why = difference_between(signature, self._signatures_known, running.python.other)
         running.divergence.anew = why
         modes = [(module, module.training) for module in self._signatures.modules]
@@ -215,6 +223,23 @@ class Programs:
         if count in (8, 64):
             warnings.warn(
                 f"the step has been traced {count} times: shapes, options of the optimizer, plain "
-                f"attributes of a module or branches keep changing; the last time {why}",
+                f"attributes of a module, branches or turns of a loop keep changing; the last time {why}",
                 stacklevel=4,
             )
+
+
+def _fitting(
+    valid: Iterable[Compiled[Any]],
+    given: Mapping[str, float],
+    assumed: Assumed | None,
+    *,
+    tries: bool,
+) -> Compiled[Any] | None:
+    """The program for the tensor values of another run; with `tries`, or else the longest that may be."""
+    if assumed is None:
+        return next(iter(valid), None)
+    known = list(valid)
+    if (sure := next((one for one in known if one.takes(given, assumed)), None)) is not None:
+        return sure
+    open_ones = [one for one in known if tries and one.may_take(given, assumed)]
+    return max(open_ones, key=lambda one: one.num_reads, default=None)

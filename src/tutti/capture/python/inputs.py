@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tutti.capture.python.assumed_values import Assumed
+from tutti.capture.python.read_places import Site
 from tutti.capture.python.read_values import Symbols
 from tutti.capture.python.sizes import FreeSizes
 from tutti.graph.players.device import device_of
@@ -17,10 +18,13 @@ from tutti.torch_private.quick_fakes import QuickFakeMode
 from tutti.torch_private.symbolic import ConstantSource, DimDynamic
 
 
-def fake_mode(assumed: Assumed, *, sized: bool) -> FakeTensorMode:
-    """The fake mode of a trace that takes the branches of `assumed`; with `sized`, sizes are symbols."""
+def fake_mode(assumed: Assumed, loops: set[Site], *, sized: bool) -> FakeTensorMode:
+    """The fake mode of a trace that takes the branches of `assumed`, with known `loops`.
+
+    With `sized`, sizes are symbols.
+    """
     kind = SizedFakeMode if sized else QuickFakeMode
-    return kind(shape_env=Symbols(assumed), static_shapes=True, allow_non_fake_inputs=True)
+    return kind(shape_env=Symbols(assumed, loops), static_shapes=True, allow_non_fake_inputs=True)
 
 
 def fake(x: Tensor, mode: FakeTensorMode, shape: Sequence[Any] | None = None) -> Tensor:

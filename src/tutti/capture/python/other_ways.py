@@ -6,7 +6,9 @@ from tutti.capture.python.assumed_values import Assumed
 from tutti.capture.python.read_values import Symbols
 from tutti.errors import CaptureError, TuttiError
 
-_MOST = 8  # without a read after those of all other ways
+# A guessed number may lead to a division by zero, a logarithm of zero, a power that is complex.
+_OF_NUMBERS = (ArithmeticError, ValueError, TypeError)
+_MOST = 8  # without a line of a read after those of all other ways
 
 
 class OtherWays:
@@ -25,11 +27,12 @@ class OtherWays:
             if type(error) is not CaptureError or str(error) in self._refused:
                 return None
             self._refused[str(error)] = error
-        divided = isinstance(error, ArithmeticError)
-        other = (symbols.generic() if divided else None) or symbols.flipped()
-        num_reads = len(symbols.reads)
-        self._tried = self._tried + 1 if num_reads <= self._furthest else 0
-        self._furthest = max(self._furthest, num_reads)
+        other = (symbols.generic() if isinstance(error, _OF_NUMBERS) else None) or symbols.flipped()
+        lines = len(
+            {site for site, _ in symbols.places}
+        )  # a loop that goes on does not lead past an error
+        self._tried = self._tried + 1 if lines <= self._furthest else 0
+        self._furthest = max(self._furthest, lines)
         return other if self._tried < _MOST else None
 
     def reason(self, error: BaseException) -> BaseException:

@@ -43,6 +43,7 @@ from tutti.capture.python.left_values import LeftValue, tensors_in, varies
 from tutti.capture.python.optimizer_tables import group_tables, holders, slot_tables
 from tutti.capture.python.plain_values import equal, is_number, is_plain_number, sign
 from tutti.capture.python.reach import PLAIN, reach
+from tutti.capture.python.read_places import Site
 from tutti.capture.python.symbols import SYMBOLS
 from tutti.capture.state.free_numbers import is_finite
 from tutti.capture.state.lift import is_scheduled
@@ -136,6 +137,7 @@ class Findings:
         used: longer lists that the step reads, too.
         held: by id, tensors whose ids the step's Python has: no other object may get these ids.
         ids: of the model's tensors, each with the tensor's number.
+        loops: the lines of reads in loops.
     """
 
     varying: set[str] = field(default_factory=set)
@@ -145,6 +147,7 @@ class Findings:
     used: set[str] = field(default_factory=set)
     held: dict[int, Tensor] = field(default_factory=dict)
     ids: dict[int, int] = field(default_factory=dict)
+    loops: set[Site] = field(default_factory=set)
     _expected: bool = False
 
     def is_unread(self, name: str) -> bool:

@@ -8,8 +8,9 @@ from types import CodeType
 
 from tutti.user_lines import is_dispatch
 
-# The lines that lead to a read, as file, first line of the function and instruction; its number there.
-Place = tuple[tuple[tuple[str, int, int], ...], int]
+# The lines that lead to a read, as file, first line of the function and instruction.
+Site = tuple[tuple[str, int, int], ...]
+Place = tuple[Site, int]  # and the read's number there, from 1
 
 
 class Places:
@@ -17,7 +18,7 @@ class Places:
 
     def __init__(self) -> None:
         self._root: CodeType | None = None
-        self._counts: Counter[tuple[tuple[str, int, int], ...]] = Counter()
+        self._counts: Counter[Site] = Counter()
 
     def begin(self, root: CodeType) -> None:
         """Begin a trace, inside of a call of `root`."""
@@ -33,6 +34,6 @@ class Places:
             if not is_dispatch(code.co_filename):
                 lines.append((code.co_filename, code.co_firstlineno, frame.f_lasti))
             frame = frame.f_back
-        site = tuple(lines)
+        site = tuple(dict.fromkeys(lines))  # the calls of a recursion are turns of one loop
         self._counts[site] += 1
         return site, self._counts[site]

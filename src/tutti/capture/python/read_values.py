@@ -22,7 +22,8 @@ from tutti.capture.patch_table import CONVERSIONS, FAKE_CONVERSIONS, FAKE_READS,
 from tutti.capture.python.assumed_values import Assumed
 from tutti.capture.python.host_values import noted
 from tutti.capture.python.known_values import UNKNOWN, known
-from tutti.capture.python.read_places import Place, Places
+from tutti.capture.python.loop_reads import LoopReads
+from tutti.capture.python.read_places import Place, Places, Site
 from tutti.capture.python.ways_out import of_stack
 from tutti.capture.value_readers import READER, THE_STEP, ValueReader
 from tutti.errors import CaptureError
@@ -48,9 +49,10 @@ class Symbols(NumberEnv):
 
     Args:
         assumed: the values that the trace takes for its reads.
+        loops: the lines of reads in loops; a trace may add one.
     """
 
-    def __init__(self, assumed: Assumed) -> None:
+    def __init__(self, assumed: Assumed, loops: set[Site]) -> None:
         super().__init__(allow_dynamic_output_shape_ops=False)
         self.assumed = assumed
         self.reads: list[sympy.Symbol] = []
@@ -62,12 +64,19 @@ class Symbols(NumberEnv):
         self.asked: list[tuple[str, Any, bool]] = []
         self.readers: list[ValueReader] = []
         self._names = Places()
+        self._guesses = LoopReads(assumed, loops)
 
-    def begin(self, root: CodeType) -> None:
-        """Begin a trace, inside of a call of `root`: its first read is read 0."""
+    def begin(self, root: CodeType, work: Callable[[], int]) -> None:
+        """Begin a trace, inside of a call of `root`: its first read is read 0.
+
+        `work()` is the number of its operations so far.
+        """
         self.reads, self.places, self.hints, self.kinds = [], [], [], []
         self.asked, self.readers = [], []
         self._names.begin(root)
+        self._guesses.begin(work)
+        self._sites: dict[Any, Site] = {}
+        self._num_seen, self._deciding = [len(self.guards), 0], set[Site]()
 
     def stays(self, symbol: Any) -> bool:
         """A read number is read anew in each call, whatever it was equal to."""
@@ -94,6 +103,7 @@ class Symbols(NumberEnv):
         self.readers.append(READER.get())
         self.reads.append(symbol)
         self._every.add(symbol)
+        self._sites[symbol] = place[0]
         if kind is float:
             return self.create_symfloatnode(symbol, hint=hint, source=source)
         if kind is int:
@@ -101,9 +111,16 @@ class Symbols(NumberEnv):
         return torch.SymBool(SymNode(sympy.Eq(symbol, 1), self, bool, bool(hint)))
 
     def _hint(self, place: Place, kind: type) -> float:
-        guess = self.assumed.guess(kind)
-        value = self.assumed.values.get(place, guess)  # another way may read another kind
-        return kind(value) if math.isfinite(value) else guess
+        return kind(self._guesses.value(place, kind, decides=self._decides(place[0])))
+
+    def _decides(self, site: Site) -> bool:
+        """Whether a branch of the trace so far depends on a read at this line."""
+        guards, asked = self._num_seen
+        exprs = [*(g.expr for g in self.guards[guards:]), *(e for _, e, _ in self.asked[asked:])]
+        self._num_seen = [len(self.guards), len(self.asked)]
+        found = (s for expr in exprs for s in expr.free_symbols)
+        self._deciding |= {self._sites[s] for s in found if s in self._sites}
+        return site in self._deciding
 
     def generic(self) -> Assumed | None:
         """Other guesses at numbers; None without one to change."""
@@ -140,8 +157,10 @@ class Symbols(NumberEnv):
         expr = expression_of(x)
         if not expr.free_symbols & {*self.reads}:
             return None
-        values = self.assumed.values
-        value = values.get(self.places[self.reads.index(expr)], 1.0) if expr in self.reads else 1.0
+        value = 1.0
+        if expr in self.reads:
+            k = self.reads.index(expr)
+            value = self.assumed.values.get(self.places[k], self.hints[k])
         answer = bool(getattr(math, name)(value))
         self.asked.append((name, expr, answer))
         return answer
