@@ -31,10 +31,11 @@ from tutti.server.split.two_levels import REPLICA, TwoLevels
 from tutti.server.split.updater import GraphUpdater, check_same
 from tutti.server.wire.client import Client
 from tutti.server.wire.worker_ranks import WorkerRanks
+from tutti.serving.edits import Edits, edited_alone, edited_apart
 from tutti.serving.server_side import whole_state
 from tutti.serving.worked import Worked, parts_of
 from tutti.serving.worker_weights import WorkerWeights
-from tutti.state.residence import forget_values, local_of, own_memory, set_local
+from tutti.state.residence import forget_values, local_of, own_memory, set_local, whole_of
 from tutti.state.residences import residence_of
 
 
@@ -51,6 +52,7 @@ class WorkerSide:
         self.client: Client | None = None
         self._updater: GraphUpdater | None = None
         self._numbers: Mapping[str, float] | None = None
+        self._edits = Edits([])
         self._apart = self.consistency.alone(0)
         keep_freed_memory()
 
@@ -119,6 +121,7 @@ class WorkerSide:
     ) -> list[Any]:
         """One step after `num_steps` others; its returned leaves."""
         state = self.weights.state
+        self._take_over_edits(state)
         if worked.apart:
             tensors = replica_rows.rows(tensors, self.role.number, self.job.layout.num_replicas)
         tables = {x.table: x.unique(_named(tensors)) for x in worked.part.lookups}
@@ -128,7 +131,11 @@ class WorkerSide:
         if worked.apart != self.apart:
             raise self._given_up()
         captured = worked.program.captured
-        inputs = [local_of(state[s.name]) for s in captured.state]
+        outside = captured.outside
+        inputs: list[Any] = [
+            outside[s.name].get() if s.name in outside else local_of(state[s.name])
+            for s in captured.state
+        ]
         inputs += [*given.values(), *tensors]
         for name, (_, places) in tables.items():
             inputs += [read[name], places]
@@ -149,6 +156,7 @@ class WorkerSide:
         self._numbers = None
         if not worked.apart:
             numbers = self._pull(state, {}, whole=frozenset())
+        self._edits.note(state)
         return worked.part.result(mine, numbers)
 
     def refresh(self) -> None:
@@ -158,6 +166,7 @@ class WorkerSide:
         if not self.apart and not any(v.rows for v in self._updater.variables):
             return
         state = self.weights.state
+        self._take_over_edits(state)
         rooms = self.weights.rooms(state, [v.name for v in self._updater.variables])
         if self.consistency.predict:
             if self.client is not None:
@@ -169,11 +178,33 @@ class WorkerSide:
                 self._numbers = self.client.pull(rooms).numbers
             self._numbers = self._told(self._numbers or {})
         self.weights.take(state, rooms)
+        self._edits.note(state)
+
+    def _take_over_edits(self, state: Mapping[str, Tensor]) -> None:
+        """Hand the servers the weights that the script has changed since the last call.
+
+        Raises:
+            ServerError: this worker alone has changed some; or workers are apart.
+        """
+        edited = self.worker_ranks.some_say(self._edits.found(state))
+        if not edited:
+            return
+        if self.apart and self.job.layout.num_replicas > 1:
+            raise edited_apart(edited[0], self.consistency)
+        all_do = self.client is None or self.client.all_do(self.job.layout.num_replicas)
+        if not self.worker_ranks.told({_ALL: float(all_do)})[_ALL]:
+            raise edited_alone(edited[0], self.role)
+        whole = {name: {WEIGHT: whole_of(state[name]).cpu()} for name in edited}
+        if self.client is not None and self.role.number == 0:
+            self.client.push_state(whole)
+        self.meet()
+        self._numbers = None
 
     def bring(self) -> None:
         """Copy all state of the servers into the model and the optimizer."""
         if self._updater is None:
             return
+        self._take_over_edits(self.weights.state)
         self.weights.make_slots(self._updater.variables)
         held = self.client.pull_state() if self.client is not None else {}
         for v in self._updater.variables:
@@ -185,6 +216,7 @@ class WorkerSide:
             own = held.get(s.owner or s.name)
             if own is not None:
                 self.weights.put(s, own[s.slot or WEIGHT])
+        self._edits.note(self.weights.state)
 
     @property
     def has_joined(self) -> bool:
@@ -213,12 +245,13 @@ class WorkerSide:
             )
             if self.client is not None:
                 self.client.push_state(held)
+        self._edits.note(self.weights.state)
 
     def _join(self, updater: GraphUpdater) -> None:
         if self._updater is not None:
             check_same(updater, self._updater)
             return
-        self._updater = updater
+        self._updater, self._edits = updater, Edits(updater.variables)
         residence_of(self.job.model, self.job.layout).fetch = self.refresh
         if self.worker_ranks.speaks:
             self._connect(updater)
@@ -302,6 +335,7 @@ class WorkerSide:
 # A name among the numbers that a first rank broadcasts.
 _APART = " apart"
 _FIRST = " first"
+_ALL = " all"
 
 
 def _room(lookup: TableLookup, table: Tensor) -> Tensor:

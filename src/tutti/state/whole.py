@@ -103,6 +103,8 @@ class Whole:
         """Open the shards of a residence; whether they are whole on this rank."""
         outer = home.block
         if home.fetch is not None and outer is None:
+            if self._slots:
+                raise _slots_on_servers(line)
             home.fetch()
         if not dist.is_initialized() or home.layout.num_ranks == 1:
             return True
@@ -225,6 +227,15 @@ def whole(model: Any, *, rank: int | None = None, slots: bool = False) -> Whole:
             takes over any then.
     """
     return Whole(model, rank=rank, slots=slots)
+
+
+def _slots_on_servers(line: str) -> TuttiError:
+    return TuttiError(
+        "servers keep the slots of the optimizer",
+        at=line,
+        why="a worker has none, so a block of tutti.whole cannot show or change them",
+        fix="step.state_dict() and step.load_state_dict(...), or step.save(path) and step.load(path)",
+    )
 
 
 def model_state(model: Any, *, rank: int | None = None) -> dict[str, Any]:

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tutti.errors import ServerError
 from tutti.graph.players.by_dim import ByDim
 from tutti.graph.players.move import Axes
 
 # (name within the step, 1-D float64) -> the sum over the workers, the same bits for all.
 Add = Callable[[str, Tensor], Tensor]
+_MOST = 2**53  # the largest integer up to which float64 has all
 _PAIRWISE = {"max": torch.maximum, "min": torch.minimum, "prod": torch.mul}
 
 
@@ -44,7 +46,7 @@ class SmallSums(ByDim):
             rows = self.gathered(xs, axes)
             return [functools.reduce(_PAIRWISE[op], row.unbind()) for row in rows]
         flat = self._sum(torch.cat([_flat(x) for x in xs]))
-        sums = flat.split([x.numel() for x in xs])
+        sums = flat.split([_count(x) for x in xs])
         return [_like(values, x) for values, x in zip(sums, xs, strict=True)]
 
     def gathered(self, xs: Sequence[Tensor], axes: Axes) -> list[Tensor]:
@@ -61,7 +63,7 @@ class SmallSums(ByDim):
 
     def _rows(self, x: Tensor) -> Tensor:
         """Every worker's values, in order."""
-        placed = torch.zeros(self.num_workers, x.numel(), dtype=torch.float64)
+        placed = torch.zeros(self.num_workers, _count(x), dtype=torch.float64)
         placed[self.worker] = _flat(x)
         found = self._sum(placed.flatten()).view(self.num_workers, -1)
         return torch.stack([_like(values, x) for values in found])
@@ -71,9 +73,25 @@ class SmallSums(ByDim):
         return self.add(f"{self._count}", values)
 
 
+def _count(x: Tensor) -> int:
+    """The float64 numbers that travel for `x`: two for a complex one."""
+    return x.numel() * (2 if x.is_complex() else 1)
+
+
 def _flat(x: Tensor) -> Tensor:
-    return x.detach().reshape(-1).to("cpu", torch.float64)
+    x = x.detach()
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj())
+    elif x.dtype == torch.int64 and bool((x.abs() > _MOST).any()):
+        raise ServerError(
+            f"a sum over workers of an integer above 2^53 ({x.dtype})",
+            why="sums over workers travel in float64",
+            fix="smaller integers, or a layout without server",
+        )
+    return x.reshape(-1).to("cpu", torch.float64)
 
 
 def _like(values: Tensor, x: Tensor) -> Tensor:
+    if x.is_complex():
+        values = torch.view_as_complex(values.view(-1, 2))
     return values.to(x.device, x.dtype).view(x.shape)

@@ -199,10 +199,20 @@ class Client:
         total = self._run(self.session.add(f"sum {count}", x.detach().double().cpu(), op))
         return total.to(x.dtype)
 
+    def all_do(self, num_workers: int) -> bool:
+        """Whether all remaining ones of `num_workers` call this in their common clock; waits for them.
+
+        Raises `ServerError` if another is at a sum of its step: such a sum is none of maxima.
+        """
+        mine = torch.zeros(num_workers)
+        mine[self.session.worker] = 1
+        found = self.sum(mine, "max")
+        return all(found[worker] > 0 for worker in self.status()[0].workers)
+
     def meet(self) -> None:
         """Wait until all remaining workers call this."""
         if not self.alone:
-            self.sum(torch.zeros(1))
+            self.sum(torch.zeros(1), "max")
             return
         self._run(self.session.meet(self.status()[0].meetings))
 

@@ -7,7 +7,7 @@ servers  <-->  worker 0        worker 0.1
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -56,6 +56,13 @@ class WorkerRanks:
         if self.size == 1:
             return dict(numbers)
         return json.loads(exchange_texts(json.dumps(dict(numbers)), Group.world())[0])
+
+    def some_say(self, words: Sequence[str]) -> list[str]:
+        """The words of all ranks, each once, in the order of the ranks."""
+        if self.size == 1:
+            return list(words)
+        said = exchange_texts(json.dumps(list(words)), Group.world())
+        return list(dict.fromkeys(word for text in said for word in json.loads(text)))
 
     def sum(self, x: Tensor, total: Total) -> Tensor:
         """The sum of this rank's `x` (1-D, on the CPU) by `total`, which the first rank calls for all."""
