@@ -28,9 +28,8 @@ class OtherWays:
                 return None
             self._refused[str(error)] = error
         other = (symbols.generic() if isinstance(error, _OF_NUMBERS) else None) or symbols.flipped()
-        lines = len(
-            {site for site, _ in symbols.places}
-        )  # a loop that goes on does not lead past an error
+        # A loop that goes on does not lead past an error.
+        lines = len({site for site, _ in symbols.places})
         self._tried = self._tried + 1 if lines <= self._furthest else 0
         self._furthest = max(self._furthest, lines)
         return other if self._tried < _MOST else None
