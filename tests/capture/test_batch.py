@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam
 import tutti
 from as_eager import Program, assert_as_eager, assert_as_eager_on_ranks
 from ranks import Ranks
-from tutti.capture.batch import Keywords, taken
+from tutti.capture.batch import Keywords, name_of, taken
 from tutti.capture.forms import flattened
 from tutti.errors import CaptureError
 
@@ -222,3 +222,13 @@ def test_a_generator_is_not_returned() -> None:
 
     with pytest.raises(CaptureError, match="returns a generator"):
         tutti.distribute(step, nn.Linear(8, 4), None)(samples()[0])
+
+
+def test_names_of_a_batchs_tensors() -> None:
+    def step(model: Any, optimizer: Any, x: Any, pair: Any, *rest: Any, mask: Any = None) -> None:
+        return None
+
+    one = torch.zeros(())
+    batch = taken((one, (one, {"y": one}), 3, one), {"mask": one, "length": 2})
+    names = ["x", "pair[...]", "pair[...]", "rest[1]", "mask"]
+    assert [name_of(step, 2, batch, k) for k in range(5)] == names

@@ -214,8 +214,9 @@ def test_a_generator_of_its_own_does_not_matter() -> None:
 
 def test_writing_into_the_batch() -> None:
     error = refused(writing)
-    assert error.what == "the step writes into its input batch.0"
-    assert "clone" in error.fix
+    assert error.what == "the step writes into its argument x"
+    assert error.at.endswith("x.mul_(0.5)") and "test_errors.py" in error.at
+    assert "x = x.clone()" in error.fix
 
 
 def test_an_optimizer_of_another_model() -> None:

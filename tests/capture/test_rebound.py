@@ -156,6 +156,39 @@ def data_of_another_shape(model: Any, y: Tensor) -> None:
     model.linear.bias.data = y.detach()
 
 
+def slot_of_another_shape(model: Any, y: Tensor) -> None:
+    """Nothing notes an assignment to a dict: the line is that of its value."""
+    model.slots["momentum_buffer"] = model.mean.repeat(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (a_parameter, "model.linear.bias = nn.Parameter(model.linear.bias + 1)"),
+        (another_shape, "model.mean = y.detach()"),
+        (nothing, "model.mean = None"),
+        (slot_of_another_shape, "model.mean.repeat(2)"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_a_refused_value_has_its_line(change: Callable[[Any, Tensor], None], line: str) -> None:
+    model = Running(change)
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def stepping(model: Any, optimizer: Any, x: Tensor) -> Tensor:
+        model.slots = optimizer.state[model.linear.bias]
+        y = model.linear(x)
+        change(model, y)
+        del model.slots
+        return y.sum()
+
+    with pytest.raises(CaptureError) as caught:
+        capture(stepping, model, optimizer, (batches()[0],))
+    assert line in caught.value.at and "test_rebound.py" in caught.value.at
+    if change is a_parameter:
+        assert "self.bias.data.copy_(value)" in caught.value.fix
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -62,6 +63,38 @@ def called(function: Callable[..., Any], args: Sequence[Any], batch: Sequence[An
         if batch and type(batch[-1]) is Keywords:
             return function(*args, *batch[:-1], **batch[-1])
         return function(*args, *batch)
+
+
+def name_of(function: Callable[..., Any], num_args: int, batch: Sequence[Any], number: int) -> str:
+    """The name of a batch's tensor in the step's signature: "x"; "batch[1]" for one of `*batch`.
+
+    Args:
+        num_args: the arguments of the step before the batch.
+        number: that of the tensor, among those of the batch.
+    """
+    named = batch and type(batch[-1]) is Keywords
+    given = {k: [x] for k, x in enumerate(batch[:-1] if named else batch)}
+    by_name = {k: [batch[-1][k]] for k in sorted(batch[-1])} if named else {}
+    for place, arg in (*given.items(), *by_name.items()):
+        tensors = [x for x in flattened(arg)[0] if isinstance(x, Tensor)]
+        if number < len(tensors):
+            whole = place if isinstance(place, str) else _parameter(function, num_args + place)
+            return whole if isinstance(arg[0], Tensor) else f"{whole}[...]"
+        number -= len(tensors)
+    raise AssertionError(number)
+
+
+def _parameter(function: Callable[..., Any], place: int) -> str:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # of an extension module
+        return f"argument {place}"
+    for k, one in enumerate(parameters):
+        if one.kind is one.VAR_POSITIONAL:
+            return f"{one.name}[{place - k}]"
+        if k == place:
+            return one.name
+    return f"argument {place}"
 
 
 def check(x: Any) -> None:

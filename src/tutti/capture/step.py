@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 import tutti.capture.python.outside_kept  # noqa: F401  # which registers itself for trial steps
-from tutti.capture.batch import called, taken
+from tutti.capture.batch import called, name_of, taken
 from tutti.capture.forms import flattened, returnable
 from tutti.capture.one_process import communicating_ops, one_process
 from tutti.capture.precision import computing, refuse_other_weights
@@ -78,7 +78,7 @@ from tutti.capture.state.lift import (
 )
 from tutti.capture.state.models import wrappers_open
 from tutti.capture.state.new_slots import no_new_slots
-from tutti.capture.state.rebound import data_written, refuse_read, take_over
+from tutti.capture.state.rebound import assignments_noted, data_written, refuse_read, take_over
 from tutti.capture.state.tensor_attributes import TensorAttributes, refuse_in_batch, refuse_kinds
 from tutti.capture.substitutes.other_forms import OTHER_FORMS, in_other_forms
 from tutti.capture.substitutes.sparse import dense, dense_gradients, refuse_sparse_constants
@@ -88,6 +88,7 @@ from tutti.graph.ops.late_errors import make_late
 from tutti.torch_private.fake_tensors import FakeTensorMode
 from tutti.torch_private.pytrees import TreeSpec, tree_unflatten
 from tutti.torch_private.tracing import trace, without_code
+from tutti.user_lines import quoted
 
 aten = torch.ops.aten
 
@@ -488,6 +489,7 @@ class _Lifted:
             swapped(self.model, self.optimizer, state, symbols) as places,
             no_new_slots(self.model, self.optimizer),
             data_written() as shared,
+            assignments_noted() as assigned,
             hooked(self.state, flat),
             watched_gradients(
                 self.state, flat, self.begun, self.there, self.optimizer
@@ -516,7 +518,7 @@ class _Lifted:
             self.trained = left_trained(self.state, flat)
             self.other_modes = modes.are_others
             put = {id(x): s for s, x in zip(self.state, flat, strict=False)}
-            self.sharing = take_over(places, put, shared)
+            self.sharing = take_over(places, put, shared, assigned)
             self.tables.refuse_others()
             self.left = self.tables.left(begun.stand_ins)
             self.effects, self.changed = begun.effects(), begun.changed
@@ -556,6 +558,12 @@ class _Lifted:
                 kept.append(effect)
                 at += effect.num_leaves
         self.effects, output.args = kept, (leaves,)
+
+    def name_in_call(self, number: int) -> str:
+        """The name of a tensor of the batch, by its number, as the step's signature has it."""
+        num_args = 1 if self.optimizer is None else 2
+        batch = tree_unflatten(self.leaves, self.spec)
+        return name_of(self.train_step, num_args, batch, number)
 
     def refuse_constants(self, functional: fx.GraphModule, state: list[StateTensor]) -> None:
         """Refuse a parameter reached past the model, which would silently be a constant of the graph."""
@@ -625,17 +633,24 @@ def _collect(functional: fx.GraphModule, lifted: _Lifted) -> Captured:
     graph = functional.graph
     names = dict(zip([n for n in graph.nodes if n.op == "placeholder"], lifted.names, strict=True))
     updates: dict[str, fx.Node] = {}
+    lines: dict[str, str] = {}
     for node in list(graph.nodes):
         if node.target is aten.copy_.default and node.args[0] in names:
             updates[names[node.args[0]]] = node.args[1]
+            lines[names[node.args[0]]] = node.args[1].meta.get("source", "")
             node.replace_all_uses_with(node.args[1])
             graph.erase_node(node)
     kinds = lifted.kinds
     written = [n for n in updates if kinds[n] == "batch"]
     if written:
+        name = lifted.name_in_call(int(written[0].rpartition(".")[2]))
         raise CaptureError(
-            f"the step writes into its input {written[0]}",
-            fix="clone it before changing it in place",
+            f"the step writes into its argument {name}",
+            at=quoted(lines[written[0]]),
+            why="the ranks hold parts of it, and the caller's tensor would stay as it was",
+            fix=f"clone it before: {name} = {name}.clone()"
+            if name.isidentifier()
+            else "clone it before changing it in place",
         )
     output = graph.output_node()
     returned = (

@@ -11,19 +11,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from tutti.capture.patch_table import DATA
 from tutti.capture.state.lift import StateTensor, SwappedTensor
 from tutti.errors import CaptureError
-from tutti.graph.edits.patch import replaced
+from tutti.graph.edits.patch import hook_here, replaced
+from tutti.torch_private.tracing import get_proxy_mode, get_proxy_slot
 from tutti.user_lines import quoted, user_line
 
 _DATA: Any = Tensor.data
 
 
 def take_over(
-    places: Sequence[SwappedTensor], state: Mapping[int, StateTensor], shared: Mapping[int, Tensor]
+    places: Sequence[SwappedTensor],
+    state: Mapping[int, StateTensor],
+    shared: Mapping[int, Tensor],
+    assigned: Mapping[int, str],
 ) -> list[str]:
     """Write into each state tensor the tensor that the step has put in its place.
 
@@ -32,6 +40,7 @@ def take_over(
     Args:
         state: state tensors by the id of their tensor in the trace.
         shared: by the id of a tensor, the one that has since shared its memory (`x.data = value`).
+        assigned: by the id of a value, the line that has assigned it to a module.
 
     Raises:
         CaptureError: for a parameter, for a value of another shape or dtype, and for state of another size.
@@ -47,7 +56,8 @@ def take_over(
             _refuse_resized(state[i], puts[i])
             if all(value is puts[i] for value in values):
                 continue
-            _refuse_other(state[i], puts[i], values)
+            at = _line_of(next(x for x in values if x is not puts[i]), assigned)
+            _refuse_other(state[i], puts[i], values, at)
             value = shared.get(id(values[0]), values[0])
             sharing += [state[i].name] if value is not values[0] else []
             new.append((puts[i], value.detach().clone()))  # two may be swapped
@@ -77,16 +87,20 @@ def _refuse_resized(entry: StateTensor, put: Tensor) -> None:
         )
 
 
-def _refuse_other(entry: StateTensor, put: Tensor, values: list[Any]) -> None:
+def _refuse_other(entry: StateTensor, put: Tensor, values: list[Any], at: str) -> None:
     if entry.kind == "parameter":
+        name = entry.name.rpartition(".")[2]
         raise CaptureError(
             f'the step replaces the parameter "{entry.name}"',
+            at=at,
             why="the optimizer would go on with the one before",
-            fix="with torch.no_grad(): parameter.copy_(value)",
+            fix=f"write into it: self.{name}.data.copy_(value), or with torch.no_grad(): "
+            f"self.{name}.copy_(value)",
         )
     if any(value is not values[0] for value in values):
         raise CaptureError(
             f'the step replaces "{entry.name}" in one of the modules that share it',
+            at=at,
             why="from then on these would be two buffers",
             fix="buffer.copy_(value)",
         )
@@ -94,10 +108,11 @@ def _refuse_other(entry: StateTensor, put: Tensor, values: list[Any]) -> None:
     if not isinstance(value, Tensor):
         raise CaptureError(
             f'the step replaces "{entry.name}" by {value!r:.40}',
+            at=at,
             why="state keeps its shape and dtype: the next step is the same",
             fix="a tensor of the same shape",
         )
-    _refuse_other_form(f'"{entry.name}"', put, value)
+    _refuse_other_form(f'"{entry.name}"', put, value, at)
 
 
 def _refuse_other_form(name: str, old: Tensor, new: Tensor, at: str = "") -> None:
@@ -108,6 +123,40 @@ def _refuse_other_form(name: str, old: Tensor, new: Tensor, at: str = "") -> Non
             why="state keeps its shape and dtype: the next step is the same",
             fix="make it so from the beginning",
         )
+
+
+def _line_of(value: Any, assigned: Mapping[int, str]) -> str:
+    """The line that has assigned a value to a module, or else the one that has made it, with its text."""
+    mode = get_proxy_mode()
+    slot = None
+    if id(value) not in assigned and isinstance(value, Tensor) and mode is not None:
+        slot = get_proxy_slot(value, mode.tracer, None)
+    made = "" if slot is None else slot.proxy.node.meta.get("source", "")
+    return quoted(assigned.get(id(value), made))
+
+
+@contextlib.contextmanager
+def assignments_noted() -> Iterator[Mapping[int, str]]:
+    """Inside, on this thread, note the lines that assign parameters and buffers to modules.
+
+    Yields a map from the id of each value to its line.
+    """
+    lines: dict[int, str] = {}
+    kept: list[Any] = []  # so that no id repeats
+
+    def note(_module: nn.Module, _name: str, value: Any) -> None:
+        lines[id(value)] = user_line()
+        kept.append(value)
+
+    hooks = [
+        register_module_parameter_registration_hook(hook_here(note)),
+        register_module_buffer_registration_hook(hook_here(note)),
+    ]
+    try:
+        yield lines
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextlib.contextmanager
