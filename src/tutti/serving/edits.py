@@ -16,6 +16,7 @@ from tutti.launch.roles import Role
 from tutti.server.protocol.consistency import Consistency
 from tutti.server.protocol.update import ServedVariable
 from tutti.state.residence import local_of
+from tutti.torch_private.autograd_engine import version_of
 
 
 class Edits:
@@ -41,7 +42,7 @@ class Edits:
             else:
                 kept.copy_(x)
         for name in self._tables:
-            self._versions[name] = local_of(state[name])._version
+            self._versions[name] = version_of(local_of(state[name]))
 
     def found(self, state: Mapping[str, Tensor]) -> list[str]:
         """The weights that have changed since the last note."""
@@ -51,7 +52,7 @@ class Edits:
             if not _same(local_of(state[name]).detach(), kept)
         ]
         return found + [
-            name for name, at in self._versions.items() if local_of(state[name])._version != at
+            name for name, at in self._versions.items() if version_of(local_of(state[name])) != at
         ]
 
 
