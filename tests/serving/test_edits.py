@@ -31,9 +31,19 @@ def found(directory: Path, layout: str, how: str) -> Any:
     return json.loads((directory / "found").read_text())
 
 
-@pytest.mark.parametrize("how", ["nothing", "whole", "data", "loads", "distills"])
-def test_numbers_are_those_of_one_device(how: str, tmp_path: Path) -> None:
-    losses, weights = found(tmp_path, "replica=2 server=1 sync=step", how)
+@pytest.mark.parametrize(
+    ("how", "axes"),
+    [
+        ("nothing", "data=2"),
+        ("whole", ""),
+        ("whole", "tensor=2"),
+        ("data", ""),
+        ("loads", ""),
+        ("distills", ""),
+    ],
+)
+def test_numbers_are_those_of_one_device(how: str, axes: str, tmp_path: Path) -> None:
+    losses, weights = found(tmp_path, f"replica=2 {axes} server=1 sync=step", how)
     expected_losses, expected = found(tmp_path, "", how)
     assert losses == pytest.approx(expected_losses, rel=1e-12)
     assert weights.keys() == expected.keys()
@@ -60,8 +70,8 @@ def test_small_sums_of_complex_numbers_and_large_integers() -> None:
     """Two workers with the same values."""
     sums = SmallSums(lambda _, values: values * 2, 0, 2)
     x = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128)
-    y = torch.tensor([[5.0, 6.0]])
-    twice_x, twice_y = sums.reduced([x.conj(), y], (), "sum")
+    y = torch.tensor([[5.0, 6.0, 7.0]])
+    twice_y, twice_x = sums.reduced([y, x.conj()], (), "sum")
     assert torch.equal(twice_x, 2 * x.conj().resolve_conj()) and torch.equal(twice_y, 2 * y)
     assert torch.equal(sums.gathered([x], ())[0][0], 2 * x)
     with pytest.raises(ServerError, match="above 2"):

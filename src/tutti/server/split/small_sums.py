@@ -93,5 +93,5 @@ def _flat(x: Tensor) -> Tensor:
 
 def _like(values: Tensor, x: Tensor) -> Tensor:
     if x.is_complex():
-        values = torch.view_as_complex(values.view(-1, 2))
+        values = torch.complex(*values.view(-1, 2).unbind(-1))
     return values.to(x.device, x.dtype).view(x.shape)
