@@ -171,7 +171,7 @@ def start_differently(layout: str) -> str:
     model, optimizer = make(seed=dist.get_rank())
     step = tutti.distribute(train_step, model, optimizer, layout)
     kept = residence.dist.broadcast
-    residence.dist.broadcast = lambda *args: None  # type: ignore[assignment]
+    residence.dist.broadcast = lambda *args, **named: None  # type: ignore[assignment]
     try:
         step(*batch_at(0))
     except tutti.TuttiError as error:
