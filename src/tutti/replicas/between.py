@@ -57,10 +57,8 @@ class Between:
         timeout = groups.timeout.total_seconds()
         self._meeting = Meeting(self._ranks, self.replica, timeout)
         self._pushes = Pushes(self._ranks, self.replica, timeout)
-        self._latest, self._repeats = (
-            (-1, 0),
-            0,
-        )  # (step, fragment) of the last round, and returns to earlier
+        self._latest = -1, 0  # the step and the fragment of the last round
+        self._repeats = 0  # how often the run has returned to an earlier one
         self._num_agreements, self._told_lost = 0, dict[int, str]()
         own = [r for r in range(mesh.num_ranks) if replica_of(mesh, r) == self.replica]
         self._together = len(own) > 1

@@ -111,11 +111,12 @@ def check_add(ledger: Ledger, add: Add, most: int) -> Refused | None:
     kinds = {(x.values.shape, x.operation) for x in (*there.values(), add)}
     names = sum(clock == add.clock for clock, _ in ledger.added)
     plain = add.values.dtype == torch.float64 and add.values.dim() == 1
-    if len(kinds) > 1 or not plain or names > most or add.operation not in _OPERATIONS:
-        return wrong(
-            f'sum "{add.name}" is not what others add: one worker alone has changed weights between two '
-            "calls, or loads them"
-        )
+    problem = f'sum "{add.name}" is not what others add'
+    if not plain or names > most or add.operation not in _OPERATIONS:
+        return wrong(problem)
+    if len(kinds) > 1:
+        alone = "one worker alone has changed weights between two calls, or loads them"
+        return wrong(f"{problem}: {alone}")
     return None
 
 
