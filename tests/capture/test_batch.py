@@ -205,6 +205,22 @@ def test_a_single_argument_outside_a_sequence_is_refused(given: Any) -> None:
         tutti.verify(lambda m, o, x: m(x).sum(), model, None, given, "data=1")
 
 
+@dataclasses.dataclass
+class Settings:
+    scale: float = 2.0
+    power: int = 2
+
+
+def test_a_record_without_a_hash_is_its_values() -> None:
+    def step(model: Any, x: Tensor, options: Settings) -> Tensor:
+        return options.scale * model(x).sum() ** options.power
+
+    model, x = nn.Linear(8, 4), samples()[0]
+    played = tutti.distribute(step, model, None)
+    for options in (Settings(), Settings(3.0), Settings(3.5, 3)):
+        torch.testing.assert_close(played(x, options), step(model, x, options))
+
+
 def test_modules_without_state_are_constants() -> None:
     assert taken((nn.MSELoss(), torch.zeros(2)))[1].shape == (2,)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.capture.default_device import users_default
-from tutti.capture.forms import flattened
+from tutti.capture.forms import flattened, holds_tensors
 from tutti.errors import CaptureError
 from tutti.torch_private.pytrees import register_pytree_node, tree_unflatten
 
@@ -108,9 +109,10 @@ def check(x: Any) -> None:
         hash(x)
     except TypeError:
         why = "what is not a tensor is a constant of the captured step, and this cannot be compared"
-        raise _refused(x, why, "torch.as_tensor(x)") from None
+        raise _refused(x, why, f"{_ALONE}; of a set, torch.as_tensor(sorted(x))") from None
 
 
+_ALONE = "its tensors alone: step(data.x, data.y)"
 # Leaves that a batch may not have: the reason and the fix.
 _REFUSED: tuple[tuple[Any, str, str], ...] = (
     (
@@ -133,10 +135,17 @@ _REFUSED: tuple[tuple[Any, str, str], ...] = (
         "what is not a tensor is a constant of the captured step, and this cannot be compared",
         "torch.as_tensor(x)",
     ),
+    (
+        weakref.ref,
+        "it refers to tensors, which would be constants of the captured step",
+        _ALONE,
+    ),
 )
 
 
 def _matters(x: Any) -> bool:
+    if isinstance(x, weakref.ref):
+        return holds_tensors(x())
     return not isinstance(x, nn.Module) or any(True for _ in (*x.parameters(), *x.buffers()))
 
 

@@ -17,6 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from tutti.capture.back_references import (
+    BackReference,
+    with_back_references,
+    without_back_references,
+)
 from tutti.errors import CaptureError
 from tutti.torch_private.pytrees import (
     SUPPORTED_NODES,
@@ -46,6 +51,7 @@ _WHOLE = (
     type(None),
 )
 _IN_GRAPHS = (Tensor, torch.SymFloat, torch.SymInt, int, float, complex, str, type(None))
+_PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
 # The most objects inside of one in which to look for tensors.
 _LOOKED_AT = 2000
 
@@ -105,14 +111,15 @@ def returnable(result: Any) -> Any:
 def _made_known(x: Any) -> bool:
     """Register the type of `x` if it is an unknown container of tensors; return whether it was."""
     kind = type(x)
-    if kind in SUPPORTED_NODES or not _holds_tensors(x):
+    if kind in SUPPORTED_NODES or not (_is_record(x) or holds_tensors(x)):
         return False
     apart, together = _ways_of(x)
     register_pytree_node(kind, apart, together)
     return True
 
 
-def _holds_tensors(x: Any) -> bool:
+def holds_tensors(x: Any) -> bool:
+    """Whether an object, or one inside of it, is a tensor."""
     todo, seen = [x], {id(x)}
     for one in todo:
         if isinstance(one, Tensor):
@@ -124,6 +131,19 @@ def _holds_tensors(x: Any) -> bool:
                 seen.add(id(inner))
                 todo.append(inner)
     return False
+
+
+def _is_record(x: Any) -> bool:
+    """Whether an object has no hash, and attributes that are plain values: it is no constant as a whole."""
+    if type(x).__hash__ is not None or not hasattr(x, "__dict__"):
+        return False
+    found = [*_inside(x)]
+    for one in found:
+        if type(one) in (dict, list, tuple) and len(found) <= _LOOKED_AT:
+            found += _inside(one)
+        elif not isinstance(one, (*_PLAIN, BackReference)):
+            return False
+    return True
 
 
 def _inside(x: Any) -> Iterator[Any]:
@@ -148,7 +168,7 @@ def _ways_of(x: Any) -> tuple[Callable[[Any], Parts], Callable[[Any, Any], Any]]
     if isinstance(x, list):
         return lambda x: ([*x], None), lambda parts, _: _extended(kind, parts)
     if hasattr(x, "__dict__"):
-        return _attributes, lambda parts, keys: _dressed(kind, _paired(keys, parts))
+        return _attributes, lambda parts, keys: _whole(kind, _paired(keys, parts))
     return _fields, lambda parts, keys: _with_fields(kind, _paired(keys, parts))
 
 
@@ -157,7 +177,8 @@ def _entries(x: Any) -> Parts:
 
 
 def _attributes(x: Any) -> Parts:
-    return [*vars(x).values()], tuple(vars(x))
+    own = without_back_references(x)
+    return [*own.values()], tuple(own)
 
 
 def _fields(x: Any) -> Parts:
@@ -167,6 +188,10 @@ def _fields(x: Any) -> Parts:
 
 def _paired(keys: Any, parts: Any) -> dict[Any, Any]:
     return dict(zip(keys, parts, strict=True))
+
+
+def _whole(kind: Any, attributes: dict[str, Any]) -> Any:
+    return with_back_references(_dressed(kind, attributes))
 
 
 def _dressed(kind: Any, attributes: dict[str, Any]) -> Any:
