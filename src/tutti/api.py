@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tutti.calls.first_call import refuse_where_apart
-from tutti.capture.batch import taken
+from tutti.capture.batch import taken, with_arguments
 from tutti.capture.default_device import in_own_default
 from tutti.capture.state.models import as_one_module
 from tutti.data.arguments import checked_loader, refuse_others
@@ -159,7 +160,8 @@ def verify(
     job.refuse_empty(given)
     refuse_where_apart(optimizer, job.layout)
     with rarely_collected(), quickly_written(), OnlyUsersFrames():
-        return kind_of(job.layout).compare(job, given, steps=steps, dtype=dtype)
+        compare = partial(kind_of(job.layout).compare, job, steps=steps, dtype=dtype)
+        return with_arguments(compare, job.train_step, job.optimizer, given)
 
 
 def loader(

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from tutti.calls.first_call import FirstCall
-from tutti.capture.batch import taken
+from tutti.capture.batch import taken, with_arguments
 from tutti.capture.default_device import own_default_in
 from tutti.capture.substitutes.sparse import dense
 from tutti.environment import CHECK_NAN
@@ -32,7 +32,7 @@ from tutti.report.collective_records import Record, records
 from tutti.saving import step_checkpoint
 from tutti.state.whole import Whole, model_state
 from tutti.torch_private.optimizer_marks import mark_stepped
-from tutti.torch_private.pytrees import tree_flatten, tree_unflatten
+from tutti.torch_private.pytrees import tree_unflatten
 from tutti.user_lines import OnlyUsersFrames
 
 # The function of a command that only inspects a script (verify, explain), if there is one. Every thread calls
@@ -96,18 +96,16 @@ class Step:
         if watch is not None:
             watch.begins()
         mode.before(batch)
-        leaves, form = _flattened(batch)
-        if (found := programs.found(leaves, form, batch)) is None:
-            return self._first_call(leaves, form, batch)
+        call, found = programs.call(batch)
+        if found is None:
+            return self._first_call(*call)
         compiled, given = found
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        tensors = [x for x in call[0] if isinstance(x, Tensor)]
         measures = (watch is not None and watch.measures(compiled)) or self._measures
         how = {"checked": CHECK_NAN.read(), "measures": measures}
         returned = programs.played(compiled, given, tensors, **how)
         if compiled.reads is not None:
-            compiled, returned = programs.on_its_way(
-                compiled, given, (leaves, form, batch), returned, **how
-            )
+            compiled, returned = programs.on_its_way(compiled, given, call, returned, **how)
         programs.ended(compiled, running.num_steps)
         captured = compiled.program.captured
         for one in running.optimizers:
@@ -116,6 +114,8 @@ class Step:
         mode.after()
         if captured.effects or captured.not_kept:
             self.python.apply(captured, returned[captured.num_returned :])
+        if captured.changes:
+            self.python.write_into(call[-1], captured)
         returned = returned[: captured.num_returned]
         self._warn_of_nan(returned)
         result = tree_unflatten(returned, captured.returned)
@@ -167,7 +167,7 @@ class Step:
         """The program for a call with `batch`, without a run."""
         given = taken(batch)
         self._running.job.refuse_empty(given)
-        return self.mode.program_of(given)
+        return with_arguments(self.mode.program_of, self.train_step, self.optimizer, given)
 
     @property
     def program(self) -> Program:
@@ -288,10 +288,3 @@ class Step:
             extra = step_checkpoint.load(self._running, path_of(path))
         note("restore", step=self.num_steps, folder=str(path))
         return extra
-
-
-def _flattened(batch: tuple[Any, ...]) -> tuple[list[Any], Any]:
-    """The leaves of a batch, and its structure; most batches are a few tensors."""
-    if all(type(x) is Tensor for x in batch):
-        return list(batch), len(batch)
-    return tree_flatten(batch)

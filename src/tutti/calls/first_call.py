@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tutti.calls.eager import eagerly
 from tutti.calls.python_values import PythonValues
 from tutti.capture.forms import flattened, returnable
+from tutti.capture.handed import arguments_of, rebuilt
 from tutti.capture.python.held_values import MISSING, TableEntry, named
 from tutti.capture.python.python_state import Findings, PythonState
 from tutti.capture.state.first_form import SlotsAhead, awaiting, note_step
@@ -32,7 +33,7 @@ from tutti.state.residences import adopt, known_residence, refuse_open
 from tutti.state.shards import StateShard
 from tutti.state.whole import Whole
 from tutti.torch_private.autograd_engine import version_of
-from tutti.torch_private.pytrees import tree_map_only
+from tutti.torch_private.pytrees import tree_leaves, tree_map_only
 
 
 def refuse_where_apart(optimizer: Any, layout: Layout) -> None:
@@ -85,7 +86,7 @@ class FirstCall:
             self._agree()
             result = eagerly(
                 *job.trained,
-                tree_map_only(Tensor, whole_of, batch),
+                tuple(map(_whole_argument, batch)),
                 seed=job.seed,
                 step=num_steps,
                 precision=job.layout.precision,
@@ -164,16 +165,24 @@ def first_call_undone(
     if awaiting(optimizer) is None:
         yield
         return
-    python = PythonState(train_step, model, optimizers_of(optimizer), Findings())
-    undo = Undo()
+    given = train_step, model, optimizers_of(optimizer), Findings(), arguments_of(batch)
+    python, undo = PythonState(*given), Undo()
     with python.restored(), hooks_kept(model):
         try:
             with undo:
-                eagerly(train_step, model, optimizer, batch, seed=seed, step=0, precision=precision)
+                given = train_step, model, optimizer, rebuilt(batch)
+                eagerly(*given, seed=seed, step=0, precision=precision)
             note_step(optimizer)
             yield
         finally:
             undo.undo()
+
+
+def _whole_argument(x: Any) -> Any:
+    """An argument without shards: itself where it has none, since the step may change it."""
+    if all(whole_of(y) is y for y in tree_leaves(x) if isinstance(y, Tensor)):
+        return x
+    return tree_map_only(Tensor, whole_of, x)
 
 
 def _versions(python: PythonValues) -> dict[str, Any]:

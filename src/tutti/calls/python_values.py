@@ -16,6 +16,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.calls.tables import are_same
+from tutti.capture.batch import argument_name
+from tutti.capture.handed import (
+    Batch,
+    Place,
+    arguments_in,
+    handed_over,
+    objects_in,
+    refused_again,
+)
 from tutti.capture.python.contents import contents_of, has_contents
 from tutti.capture.python.held_values import GONE, MISSING, TableEntry, named
 from tutti.capture.python.outside import may_be_input
@@ -41,7 +50,11 @@ class PythonValues:
 
     def __init__(self, step: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._given = (step, model, optimizers)
+        self._num_args = 1 + bool(optimizers)
         self.findings = Findings()
+        self.arguments: dict[str, Any] = {}  # that the step gets as they are, of this call
+        self.places: frozenset[Place] = frozenset()  # of those without code
+        self._changed_last: tuple[tuple[Place, Any], ...] = ()
         self.changed: set[str] = set()  # the names of entries that the step changes
         self.other = ""  # the name of a constant that the last change has changed
         self._state: PythonState | None = None
@@ -63,12 +76,12 @@ class PythonValues:
 
     def walk(self) -> None:
         """Walk over all values. Numbers that have changed since the last walk become inputs."""
-        before, state = self._state, PythonState(*self._given, self.findings)
+        before, state = self._state, self._walked()
         if before is not None:
             changed = self._changed(before, state) - self.findings.fixed
             if changed - self.findings.varying:
                 self.findings.varying |= changed
-                state = PythonState(*self._given, self.findings)
+                state = self._walked()
         constants = state.constants()
         if self._state is not None and constants != self._constants:
             self.other = _first_other(self._constants, constants)
@@ -76,6 +89,34 @@ class PythonValues:
         self._number = self._met.setdefault(constants, len(self._met))
         self._resolved = {}
         self._plan(state)
+
+    def _walked(self) -> PythonState:
+        return PythonState(*self._given, self.findings, self.arguments)
+
+    def handed(self, batch: Batch) -> Batch:
+        """`batch` with the arguments that the step gets as they are, which become values of the step.
+
+        Raises `CaptureError` for a container that the last call has changed on one device only.
+        """
+        if not self.places and not self._changed_last and all(type(x) is Tensor for x in batch):
+            self.arguments.clear()
+            return batch
+        now = dict(arguments_in(batch))
+        last, self._changed_last = self._changed_last, ()
+        for place, x in last:
+            if now.get(place) is x:
+                raise refused_again(self._name(place))
+        places = self.places | objects_in(batch)
+        return handed_over(batch, places, self.arguments, self._name)
+
+    def _name(self, place: Place) -> str:
+        return argument_name(self._given[0], self._num_args, place)
+
+    def write_into(self, batch: Batch, captured: Captured) -> None:
+        """Write plain values into containers with tensors, as the step does; note the lost changes."""
+        changes = captured.changes
+        changes.write(batch)
+        self._changed_last = tuple((k, x) for k, x in arguments_in(batch) if k in changes.lost)
 
     @property
     def state(self) -> PythonState:
@@ -86,8 +127,9 @@ class PythonValues:
     def note_changed(self, captured: Captured) -> None:
         """Record the changes of a trace, for checkpoints."""
         read = (effect for effect in captured.effects if effect.may_be_read)
-        self.changed |= {entry.name for effect in read for entry in effect.entries}
-        self.changed |= set(captured.outside) & set(captured.updated)
+        entries = [entry for effect in read for entry in effect.entries]
+        entries += [e for name, e in captured.outside.items() if name in captured.updated]
+        self.changed |= {entry.name for entry in entries if not entry.table.of_caller}
 
     def apply(self, captured: Captured, results: Sequence[Any]) -> None:
         """Store a step's results in their places, and mark those of values that calls do not keep."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,24 +14,14 @@ from torch.optim import Optimizer
 
 from tutti.capture.default_device import users_default
 from tutti.capture.forms import flattened, holds_tensors
+from tutti.capture.handed import ArgumentsAhead, Place, handed_over, objects_in, unpacked
+from tutti.capture.keywords import Keywords
 from tutti.errors import CaptureError
-from tutti.torch_private.pytrees import register_pytree_node, tree_unflatten
+from tutti.torch_private.pytrees import tree_unflatten
 
+Result = TypeVar("Result")
 _SINGLE = (Tensor, np.ndarray, str, bytes)  # no sequences of arguments, though they can be iterated
 _PLAIN = frozenset({Tensor, float, int, bool, str, type(None)})
-
-
-class Keywords(dict[str, Any]):
-    """The keyword arguments of a step, at the end of its batch."""
-
-
-def _apart(keywords: Keywords) -> tuple[list[Any], tuple[str, ...]]:
-    return [keywords[k] for k in sorted(keywords)], tuple(sorted(keywords))
-
-
-register_pytree_node(
-    Keywords, _apart, lambda parts, names: Keywords(zip(names, parts, strict=True))
-)
 
 
 def taken(batch: Any, keywords: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
@@ -60,10 +50,33 @@ def taken(batch: Any, keywords: Mapping[str, Any] | None = None) -> tuple[Any, .
 
 def called(function: Callable[..., Any], args: Sequence[Any], batch: Sequence[Any]) -> Any:
     """Call the step on a batch from `taken`."""
+    batch = unpacked(batch)
     with users_default():
         if batch and type(batch[-1]) is Keywords:
             return function(*args, *batch[:-1], **batch[-1])
         return function(*args, *batch)
+
+
+def argument_name(function: Callable[..., Any], num_args: int, place: Place) -> str:
+    """The name of an argument of the batch in the step's signature; `num_args` as for `name_of`."""
+    return place if isinstance(place, str) else _parameter(function, num_args + place)
+
+
+def with_arguments(
+    function: Callable[[tuple[Any, ...]], Result],
+    train_step: Callable[..., Any],
+    optimizer: Any,
+    batch: tuple[Any, ...],
+) -> Result:
+    """`function(batch)`, which captures the step: with the arguments that the step gets as they are."""
+    num_args, places = 1 if optimizer is None else 2, objects_in(batch)
+    while True:
+        try:
+            return function(
+                handed_over(batch, places, {}, lambda p: argument_name(train_step, num_args, p))
+            )
+        except ArgumentsAhead as ahead:
+            places |= ahead.places
 
 
 def name_of(function: Callable[..., Any], num_args: int, batch: Sequence[Any], number: int) -> str:
@@ -73,15 +86,21 @@ def name_of(function: Callable[..., Any], num_args: int, batch: Sequence[Any], n
         num_args: the arguments of the step before the batch.
         number: that of the tensor, among those of the batch.
     """
+    place, argument = argument_with(batch, number)
+    whole = argument_name(function, num_args, place)
+    return whole if isinstance(argument, Tensor) else f"{whole}[...]"
+
+
+def argument_with(batch: Sequence[Any], number: int) -> tuple[Place, Any]:
+    """The argument with a tensor of the batch, given by its number, and its place."""
     named = batch and type(batch[-1]) is Keywords
-    given = {k: [x] for k, x in enumerate(batch[:-1] if named else batch)}
-    by_name = {k: [batch[-1][k]] for k in sorted(batch[-1])} if named else {}
-    for place, arg in (*given.items(), *by_name.items()):
-        tensors = [x for x in flattened(arg)[0] if isinstance(x, Tensor)]
-        if number < len(tensors):
-            whole = place if isinstance(place, str) else _parameter(function, num_args + place)
-            return whole if isinstance(arg[0], Tensor) else f"{whole}[...]"
-        number -= len(tensors)
+    given: dict[Place, Any] = dict(enumerate(batch[:-1] if named else batch))
+    given |= {k: batch[-1][k] for k in sorted(batch[-1])} if named else {}
+    for place, argument in given.items():
+        count = sum(isinstance(x, Tensor) for x in flattened(argument)[0])
+        if number < count:
+            return place, argument
+        number -= count
     raise AssertionError(number)
 
 

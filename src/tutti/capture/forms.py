@@ -7,7 +7,7 @@ rebuilds them from other leaves. It registers their types with PyTorch's pytrees
 from __future__ import annotations
 
 import dataclasses
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Awaitable, Callable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -147,13 +147,36 @@ def _is_record(x: Any) -> bool:
 
 
 def _inside(x: Any) -> Iterator[Any]:
+    return (inner for _, inner in entries_of(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class Attribute:
+    """The key of an attribute, beside those of items."""
+
+    name: str
+
+
+def is_container(x: Any) -> bool:
+    """Whether `flattened` takes a value apart."""
+    return type(x) in SUPPORTED_NODES or _is_named_tuple(x)
+
+
+def _is_named_tuple(x: Any) -> bool:
+    return isinstance(x, tuple) and hasattr(x, "_fields")
+
+
+def entries_of(x: Any) -> Iterator[tuple[Any, Any]]:
+    """The items and attributes of an object, by key."""
     if isinstance(x, dict | UserDict):
-        yield from x.values()
-    elif isinstance(x, list | tuple):
-        yield from x
+        yield from x.items()
+    elif isinstance(x, list | tuple | deque):
+        yield from enumerate(x)
     if dataclasses.is_dataclass(x):
-        yield from (getattr(x, f.name, None) for f in dataclasses.fields(x))
-    yield from vars(x).values() if hasattr(x, "__dict__") else ()
+        names = [f.name for f in dataclasses.fields(x)]
+        yield from ((Attribute(name), getattr(x, name, None)) for name in names)
+    if hasattr(x, "__dict__"):
+        yield from ((Attribute(name), inner) for name, inner in vars(x).items())
 
 
 def _ways_of(x: Any) -> tuple[Callable[[Any], Parts], Callable[[Any, Any], Any]]:

@@ -15,8 +15,9 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 import tutti.capture.python.outside_kept  # noqa: F401  # which registers itself for trial steps
-from tutti.capture.batch import called, name_of, taken
+from tutti.capture.batch import argument_with, called, name_of, taken
 from tutti.capture.forms import flattened, returnable
+from tutti.capture.handed import ArgumentsAhead, Changes, Containers, arguments_of, has_state
 from tutti.capture.one_process import communicating_ops, one_process
 from tutti.capture.precision import computing, refuse_other_weights
 from tutti.capture.python.appended import TraceAgain
@@ -106,7 +107,8 @@ class Captured:
     `num_returned` leaves that the step returns. `outside` gives, by name, the places of state that is
     neither the model's nor an optimizer's. `trained` gives, by name, the `requires_grad` of parameters that
     the step changes. With `other_modes` it leaves modules in other modes than those that it depends on.
-    `not_kept` are the values in modules that it leaves there on one device only.
+    `not_kept` are the values in modules that it leaves there on one device only. `changes` are
+    those in the containers of its batch.
     """
 
     graph: fx.Graph
@@ -126,6 +128,7 @@ class Captured:
     trained: dict[str, bool] = field(default_factory=dict)
     other_modes: bool = False
     not_kept: list[NotKept] = field(default_factory=list)
+    changes: Changes = field(default_factory=Changes)
 
     @property
     def num_results(self) -> int:
@@ -197,16 +200,18 @@ def capture(
     """
     findings = Findings() if findings is None else findings
     make_slots(optimizer)
-    leaves, spec = flattened(dense(taken(batch)))
+    batch = dense(taken(batch))
+    leaves, spec = flattened(batch)
 
-    walked = [PythonState(train_step, model, optimizers_of(optimizer), findings)]
+    given = train_step, model, optimizers_of(optimizer), findings, arguments_of(batch)
+    walked = [PythonState(*given)]
     findings.expect(walked[0])
 
     def python() -> PythonState:
         """The state of the values now: each trace starts with its own."""
         if walked:
             return walked.pop()
-        return PythonState(train_step, model, optimizers_of(optimizer), findings)
+        return PythonState(*given)
 
     begun = assumed or Assumed()
 
@@ -215,8 +220,8 @@ def capture(
         state, reached = state_of(model, optimizer), python()
         refuse_kinds(state, reached.names)
         refuse_in_batch(leaves, reached.names)
-        given = (train_step, model, optimizer, state, leaves, spec, mode, precision)
-        made = _Lifted(*given, reached, renewed or {}, free)
+        rest = (train_step, model, optimizer, state, leaves, spec, mode, precision)
+        made = _Lifted(*rest, reached, renewed or {}, free)
         made.note_gradients = note_gradients
         return made
 
@@ -264,7 +269,7 @@ def _traced(
             traced = lifted.traced()
         except TraceAgain:
             continue
-        except EndlessLoop:
+        except (EndlessLoop, ArgumentsAhead):
             raise
         except (Exception, SystemExit) as error:
             if (other := ways.after(error, lifted.symbols)) is not None:
@@ -351,6 +356,7 @@ class _Lifted:
         self.trained: dict[str, bool] = {}
         self.other_modes = False
         self.found: Found = {}
+        self.changes = Changes()
         self.reads = Reads()
         self.holders = holders_of(model, state)
         self.there = gradients_there(self.holders)
@@ -482,6 +488,7 @@ class _Lifted:
         for i, x in zip([*self.number_leaves, *self.tensor_leaves], rest, strict=True):
             leaves[i] = x
         batch = tree_unflatten(leaves, self.spec)
+        containers = Containers(batch)
         begin_trained(self.state, flat)
         modes = Modes()
         with (
@@ -514,6 +521,7 @@ class _Lifted:
             ):
                 result = called(self.train_step, args, batch)
                 attributes.take_back({id(table.find()) for table in self.python.tables})
+                self.changes = containers.changes()
             self.grads.end()
             self.trained = left_trained(self.state, flat)
             self.other_modes = modes.are_others
@@ -558,6 +566,12 @@ class _Lifted:
                 kept.append(effect)
                 at += effect.num_leaves
         self.effects, output.args = kept, (leaves,)
+
+    def hand_over_written(self, number: int) -> None:
+        """Raise `ArgumentsAhead` if a tensor of the batch, by its number, is state of an object."""
+        place, argument = argument_with(tree_unflatten(self.leaves, self.spec), number)
+        if has_state(argument):
+            raise ArgumentsAhead([place])
 
     def name_in_call(self, number: int) -> str:
         """The name of a tensor of the batch, by its number, as the step's signature has it."""
@@ -643,7 +657,9 @@ def _collect(functional: fx.GraphModule, lifted: _Lifted) -> Captured:
     kinds = lifted.kinds
     written = [n for n in updates if kinds[n] == "batch"]
     if written:
-        name = lifted.name_in_call(int(written[0].rpartition(".")[2]))
+        number = int(written[0].rpartition(".")[2])
+        lifted.hand_over_written(number)
+        name = lifted.name_in_call(number)
         raise CaptureError(
             f"the step writes into its argument {name}",
             at=quoted(lines[written[0]]),
@@ -685,6 +701,7 @@ def _collect(functional: fx.GraphModule, lifted: _Lifted) -> Captured:
         trained=lifted.trained,
         other_modes=lifted.other_modes,
         not_kept=lifted.not_kept,
+        changes=lifted.changes,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -24,10 +25,12 @@ def explain(
     from tutti.layout import Layout
 
     Layout.parse(layout).check_available()
+    from tutti.capture.batch import with_arguments
     from tutti.cli.look import look
     from tutti.distributed_step import Step
 
     def seen(step: Step, batch: tuple[Any, ...]) -> str:
-        return step.mode.explain_call(batch, tensor=tensor, graph=graph)
+        explain = partial(step.mode.explain_call, tensor=tensor, graph=graph)
+        return with_arguments(explain, step.train_step, step.optimizer, batch)
 
     look(script, script_args or [], layout, seen, lambda text: print(text, flush=True))

@@ -12,6 +12,7 @@ from tutti.calls.accelerate_schedulers import refuse_schedulers_of_processes
 from tutti.calls.guards import MOST_WAYS, no_way
 from tutti.calls.numbers import Numbers
 from tutti.calls.signature import Signatures, difference_between
+from tutti.capture.handed import ArgumentsAhead
 from tutti.capture.python.assumed_values import Assumed
 from tutti.capture.python.read_places import Place
 from tutti.capture.state.first_form import SlotsAhead
@@ -25,10 +26,12 @@ from tutti.graph.edits.quick import quickly_written
 from tutti.modes.compiled_program import Compiled
 from tutti.modes.mode import Mode
 from tutti.state.residence import run_device
+from tutti.torch_private.pytrees import tree_flatten
 from tutti.user_lines import OnlyUsersFrames
 
 # A program, and the numbers of a call.
 Found = tuple[Compiled[Any], dict[str, float]]
+Call = tuple[list[Any], Any, tuple[Any, ...]]  # the leaves of its batch, their form, and the batch
 _MOST_SIGNATURES = 8  # with which a new one is compared, to say why it needs a program
 
 
@@ -51,8 +54,25 @@ class Programs:
         self.last: Compiled[Any] | None = None  # the program of the last call
         self.ahead: SlotsAhead | None = None
 
+    def call(self, batch: tuple[Any, ...]) -> tuple[Call, Found | None]:
+        """A call with `batch`, its program and numbers; None for an eager call, for the reason in `ahead`.
+
+        The arguments that the step gets as they are have become values of it.
+        """
+        python = self._running.python
+        while True:
+            given = python.handed(batch)
+            call = (*_flattened(given), given)
+            try:
+                return call, self._find(*call)
+            except ArgumentsAhead as error:
+                python.places |= error.places
+            except SlotsAhead as error:
+                self.ahead = error
+                return call, None
+
     def found(self, leaves: list[Any], form: Any, batch: tuple[Any, ...]) -> Found | None:
-        """The program of this call, and its numbers; None for an eager call, with `ahead` as the reason."""
+        """The program of a call like an eager one, and its numbers; None if it is eager, too."""
         try:
             return self._find(leaves, form, batch)
         except SlotsAhead as error:
@@ -82,7 +102,7 @@ class Programs:
         self,
         compiled: Compiled[Any],
         given: Mapping[str, float],
-        call: tuple[list[Any], Any, tuple[Any, ...]],
+        call: Call,
         returned: list[Any],
         *,
         checked: bool,
@@ -226,6 +246,13 @@ class Programs:
                 f"attributes of a module, branches or turns of a loop keep changing; the last time {why}",
                 stacklevel=4,
             )
+
+
+def _flattened(batch: tuple[Any, ...]) -> tuple[list[Any], Any]:
+    """The leaves of a batch, and its structure; most batches are a few tensors."""
+    if all(type(x) is Tensor for x in batch):
+        return list(batch), len(batch)
+    return tree_flatten(batch)
 
 
 def _fitting(

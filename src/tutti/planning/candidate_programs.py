@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tutti.calls.first_call import first_call_undone
 from tutti.calls.guards import refuse_other_layouts
+from tutti.capture.batch import with_arguments
 from tutti.capture.gpu_autocast import gpu_lists
 from tutti.capture.python.python_state import Findings, PythonState
 from tutti.capture.state.first_form import awaiting, make_slots
@@ -92,7 +93,12 @@ class CandidatePrograms:
         lists = gpu_lists() if self.on_processors is False else nullcontext()
         with self._here(precision) as (step, model, optimizer), lists:
             try:
-                return capture(step, model, optimizer, self.batch, precision=precision)
+                return with_arguments(
+                    lambda batch: capture(step, model, optimizer, batch, precision=precision),
+                    step,
+                    optimizer,
+                    self.batch,
+                )
             except LayoutError as error:
                 return error
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from tutti.calls.first_call import refuse_where_apart
 from tutti.calls.guards import refuse_other_layouts
+from tutti.capture.batch import with_arguments
 from tutti.capture.state.first_form import make_slots
 from tutti.capture.state.lift import state_of
 from tutti.capture.step import Captured, capture
@@ -57,7 +59,8 @@ def serve(job: Job, role: Role, batch: tuple[Any, ...], num_steps: int) -> None:
     """
     layout = job.layout
     due = consistency.parse(layout.sync)
-    made = split(captured_for(job, batch, apart=due.alone(0)))
+    captured = partial(captured_for, job, apart=due.alone(0))
+    made = split(with_arguments(captured, job.train_step, job.optimizer, batch))
     updater = GraphUpdater(made)
     service = Service(
         updater,

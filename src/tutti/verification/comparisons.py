@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from tutti.calls.eager import eagerly
 from tutti.calls.guards import MOST_WAYS, ReadGuard, no_way
 from tutti.capture.forms import flattened, returnable
+from tutti.capture.handed import arguments_of, rebuilt
 from tutti.capture.python.assumed_values import Assumed
 from tutti.capture.python.plain_values import is_number
 from tutti.capture.python.python_state import Findings, PythonState
@@ -348,7 +349,8 @@ class CaptureComparison:
 
     def run(self, steps: int) -> None:
         """Take `steps` steps on both sides, or fewer if a later step is another program."""
-        python = PythonState(self.train_step, self.model, optimizers_of(self.optimizer), Findings())
+        trained = self.train_step, self.model, optimizers_of(self.optimizer)
+        python = PythonState(*trained, Findings(), arguments_of(self.batch))
         outside = {name: entry.get() for name, entry in self.captured.outside.items()}
         with python.restored(), hooks_kept(self.model):
             try:
@@ -374,7 +376,7 @@ class CaptureComparison:
             feed, others = following(self.captured, feed, out)
             mine |= others
             with found_gradients(self.model) as found:
-                given = self.train_step, self.model, self.optimizer, self.batch
+                given = self.train_step, self.model, self.optimizer, rebuilt(self.batch)
                 result = eagerly(*given, seed=self.seed, step=k, precision=self.precision)
                 eager, _ = flattened(returnable(result))
             eager += [x for e in self.captured.effects for x in tree_leaves(e.now())]

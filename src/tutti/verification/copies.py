@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,12 +27,15 @@ from tutti.capture.state.optimizer_copies import Memo, copied, optimizers_copied
 
 @contextlib.contextmanager
 def copies_in_place(
-    train_step: Callable[..., Any], model: nn.Module, optimizer: Any
+    train_step: Callable[..., Any],
+    model: nn.Module,
+    optimizer: Any,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[tuple[Callable[..., Any], nn.Module, Any]]:
     """Context with the step, and copies of the model and the optimizer, to run instead.
 
-    Inside, the copies and their parts replace the given ones wherever `train_step` reaches these. The context
-    undoes its other changes at the end.
+    Inside, the copies and their parts replace the given ones wherever `train_step` reaches these, also in
+    the `arguments` that it gets as they are. The context undoes its other changes at the end.
     """
     memo: Memo = {}
     made = copies_of(model, optimizer, memo)
@@ -40,7 +44,7 @@ def copies_in_place(
         copied_kind = isinstance(value, Optimizer | nn.Module | Tensor | dict | list)
         return memo.get(id(value), value) if copied_kind else value
 
-    python = PythonState(train_step, model, optimizers_of(optimizer), Findings())
+    python = PythonState(train_step, model, optimizers_of(optimizer), Findings(), arguments)
     with python.restored(), warnings.catch_warnings():
         # The copy has its own `step`, without the wrapper by which a schedule notices its calls.
         warnings.filterwarnings("ignore", "Seems like `optimizer.step")
@@ -54,7 +58,7 @@ def copies_in_place(
                 entry.put(new)
         step = replaced_inside(train_step, copy_of)
         tensors = {i: x for i, x in memo.items() if isinstance(x, Tensor)}
-        of_copies = PythonState(step, made[0], optimizers_of(made[1]), Findings())
+        of_copies = PythonState(step, made[0], optimizers_of(made[1]), Findings(), arguments)
         with Identities(tensors).inside_of(of_copies.tables):
             yield step, *made
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from tutti.calls.first_call import first_call_undone
 from tutti.calls.guards import refuse_other_layouts
+from tutti.capture.handed import arguments_of
 from tutti.capture.python.assumed_values import Assumed
 from tutti.capture.state.first_form import make_slots
 from tutti.capture.state.left_modes import hooks_kept, modes_kept
@@ -142,7 +143,8 @@ class Subject:
         precision: str = "fp32",
     ) -> None:
         self.steps, self.seed, self.precision = steps, seed, precision
-        with copies_in_place(train_step, model, optimizer) as (step, own, optimizers):
+        reached = train_step, model, optimizer, arguments_of(batch)
+        with copies_in_place(*reached) as (step, own, optimizers):
             make_slots(optimizers)
             settle(own, optimizers, Residence(Layout()), run_device(own), seed)
             rest = batch, seed, precision

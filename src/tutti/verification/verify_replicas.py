@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutti.capture.handed import arguments_of
 from tutti.capture.step import Captured, capture
 from tutti.comm.collectives.compression import COMPRESSIONS
 from tutti.graph.edits.promote import promoted, promoted_value
@@ -74,7 +75,7 @@ def compare_replicas(
     given = subject, program, feeds, list(agreed), due, strategy or due, job.cut
     comparison = ReplicaComparison(*given)
     if isinstance(due, Average) and due.every == 1:
-        with copies_in_place(*job.trained) as copies:
+        with copies_in_place(*job.trained, arguments_of(batch)) as copies:
             whole = capture(*copies, batch, precision=layout.precision)
             feed = feed_of(whole, copies[-1], batch)
         comparison.data = _OneDevice(whole, subject.start, feed, job.seed)

@@ -38,6 +38,7 @@ class Table:
         keys: the keys that count; None for all.
         ignored: keys that never count, even if a step adds them.
         ids: of tensors, each with the tensor's number, for keys that are ids.
+        of_caller: whether the holder is an argument of the step, or in one: a checkpoint does not have it.
     """
 
     prefix: str
@@ -46,6 +47,7 @@ class Table:
     keys: list[Any] | None
     ignored: frozenset[str] = frozenset()
     ids: Mapping[int, int] = field(default_factory=dict)
+    of_caller: bool = False
 
     def name(self, key: Any) -> str:
         """The name of a value in messages and checkpoints."""

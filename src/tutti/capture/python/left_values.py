@@ -311,6 +311,29 @@ def varies(value: Any, before: Any) -> bool:
     return False
 
 
+def computed_from(value: Tensor, old: Tensor) -> bool:
+    """Whether a tensor of the current trace depends on the values of another one; a copy in another dtype,
+    on another device or with another history does not count."""
+    tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+    slots: list[Any] = [get_proxy_slot(x, tracer, None) for x in (value, old)]
+    if None in slots:
+        return False
+    node, own = (slot.proxy.node for slot in slots)
+    seen: set[tuple[fx.Node, bool]] = set()
+    todo = [(node, False)]
+    while todo:
+        x, changed = todo.pop()
+        if (x, changed) in seen:
+            continue
+        seen.add((x, changed))
+        if x is own and changed:
+            return True
+        name = str(x.target)
+        if not name.startswith(_OF_FORM):
+            todo += [(y, changed or not name.startswith(_SAME)) for y in x.all_input_nodes]
+    return False
+
+
 def _varies(node: fx.Node, root: nn.Module, before: Any) -> bool:
     """Whether a node depends on an input of the graph, is random, or changes `before`."""
     own = memory_id(before) if isinstance(before, Tensor) else None

@@ -184,15 +184,21 @@ class PythonState:
     Args:
         step: the captured function.
         findings: shared by all walks for one step.
+        arguments: those that the step gets as they are, by name.
     """
 
     def __init__(
-        self, step: Any, model: nn.Module, optimizers: Sequence[Optimizer], findings: Findings
+        self,
+        step: Any,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        findings: Findings,
+        arguments: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> None:
         self.findings = findings
         # Later ones are shards, while keys may be ids of the first ones.
         findings.ids |= {id(x): i for i, x in enumerate((*model.parameters(), *model.buffers()))}
-        reached = reach(step, model, optimizers, findings.ids)
+        reached = reach(step, model, optimizers, findings.ids, arguments)
         self.states = {id(one.state): one for one in optimizers}
         self.states |= {id(x): one for one in optimizers for x in one.state.values()}
         self._stored, self.names, self.scopes = reached.stored, reached.names, reached.scopes

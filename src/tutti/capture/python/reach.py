@@ -20,7 +20,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,7 +45,8 @@ from tutti.torch_private.optimizer_marks import MARKS, hooks_of_optimizer
 # Values to compare, without a search inside.
 PLAIN = (int, float, complex, str, bytes, bool, type(None), enum.Enum, torch.dtype, torch.device)
 # Types whose every attribute counts: their own code reads them.
-_WHOLE = (LRScheduler, torch.amp.GradScaler, types.SimpleNamespace, argparse.Namespace)
+OF_TRAINING = (LRScheduler, torch.amp.GradScaler)
+_WHOLE = (*OF_TRAINING, types.SimpleNamespace, argparse.Namespace)
 # Attributes of a configuration that a save of Hugging Face writes for a later load.
 _OF_FILES = frozenset({"architectures", "dtype", "transformers_version", "_name_or_path"})
 # Code that reads attributes of any name.
@@ -84,15 +85,17 @@ def reach(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     ids: Mapping[int, int] = types.MappingProxyType({}),
+    arguments: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> Reached:
     """The tables that `step` reaches, and the attributes of `model` and of `optimizers`.
 
-    The order is the same at every call of the same program. `ids` are those of tensors, with their numbers.
+    The order is the same at every call of the same program. `ids` are those of tensors, with their numbers;
+    `arguments` those that the step gets as they are, by name.
     """
     names: set[str] = set()
     while True:
         walk = _Walk(names, model, optimizers, ids)
-        walk.go(step)
+        walk.go(step, arguments)
         if len(walk.names) == len(names):
             return Reached(walk.tables, frozenset(walk.stored), walk.known, walk.asking)
         names = set(walk.names)
@@ -124,7 +127,7 @@ class _Walk:
         self._whole: dict[int, int] = {}
         self._todo: collections.deque[Callable[[], None]] = collections.deque()
 
-    def go(self, step: Any) -> None:
+    def go(self, step: Any, arguments: Mapping[str, Any]) -> None:
         self._value(step, "")
         for path, module in self._model.named_modules():
             self._module(module, f"{path}." if path else "")
@@ -132,10 +135,20 @@ class _Walk:
             self._value(hook, "a hook")
         for k, one in enumerate(self._optimizers):
             self._optimizer(one, f"optim{k}" if k else "optim")
-        while self._todo:
-            self._todo.popleft()()
+        self._finish()
+        if arguments:
+            at = len(self.tables)
+            self.tables.append(Table("arguments", ITEM, _is(arguments), None))
+            for name, value in arguments.items():
+                self._value(value, name)
+            self._finish()
+            self.tables[at:] = [replace(table, of_caller=True) for table in self.tables[at:]]
         if self._reads_environment:
             self._environment()
+
+    def _finish(self) -> None:
+        while self._todo:
+            self._todo.popleft()()
 
     @property
     def asking(self) -> dict[str, list[dict[str, Any]]]:
@@ -197,7 +210,7 @@ class _Walk:
             return self._python_module if _is_users(value.__name__) else None
         if hasattr(value, "__wrapped__") and callable(value):  # functools.cache and the like
             return lambda x, path: self._value(x.__wrapped__, path)
-        return self._object if _has_attributes(value) else None
+        return self._object if has_attributes(value) else None
 
     def _function(self, function: Any, path: str) -> None:
         inner = inspect.unwrap(function)  # a wrapper around a module has no other code
@@ -272,7 +285,7 @@ class _Walk:
             self.tables.append(Table(path, ITEM, _is(table), None, ids=self._ids))
             for key, value in list(table.items()):
                 self._value(value, f"{path}[{self.tables[-1].text(key):.40}]")
-        if _has_attributes(table):
+        if has_attributes(table):
             self._object(table, path)
 
     def _sequence(self, items: Any, path: str) -> None:
@@ -348,7 +361,7 @@ class _Walk:
         kind = type(value)
         attributes = getattr(value, "__dict__", None)
         depth = self._whole.get(id(value), 0)
-        whole = isinstance(value, _WHOLE) or (depth > 0 and _is_library(kind.__module__))
+        whole = isinstance(value, _WHOLE) or (depth > 0 and is_library(kind.__module__))
         if isinstance(attributes, dict):
             keys = sorted(k for k in attributes if whole or self._wanted(k))
             if hasattr(kind, "save_pretrained"):
@@ -373,7 +386,7 @@ class _Walk:
 
     def _data_of(self, kind: type) -> None:
         for base in kind.__mro__:
-            if _is_library(base.__module__):
+            if is_library(base.__module__):
                 continue
             held = vars(base)
             keys = [k for k, v in held.items() if self._wanted(k) and _is_data(k, v)]
@@ -384,7 +397,7 @@ class _Walk:
 
     def _python_module(self, module: types.ModuleType, path: str) -> None:
         scope = vars(module)
-        library = _is_library(module.__name__)
+        library = is_library(module.__name__)
         for name in sorted(k for k in scope if k in self.known and not k.startswith("__")):
             if not library or type(scope[name]) in (int, float, bool):
                 self._in_scope(scope, name)
@@ -556,7 +569,7 @@ def _is_users(module: str) -> bool:
 
 
 @functools.cache
-def _is_library(module: str) -> bool:
+def is_library(module: str) -> bool:
     """Whether a module, by name, is installed, and not part of the user's program."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return not _is_users(module) or any(f"{os.sep}{name}{os.sep}" in file for name in _INSTALLED)
@@ -570,7 +583,7 @@ def is_code_of_library(code: types.CodeType) -> bool:
     )
 
 
-def _has_attributes(value: Any) -> bool:
+def has_attributes(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, _WHOLE):
         return True

@@ -1,0 +1,265 @@
+"""Arguments that a step gets as they are, since its Python changes them or calls them.
+
+    step(x, y, log)      log["loss"] = loss.item()
+    step(x, y, meter)    meter.update(loss.item())
+
+A step gets most arguments rebuilt from their leaves, so a change of a container would be lost. These are
+among what the step reaches in Python (`capture.python.reach`) instead: objects and functions without tensors,
+and the lists and dicts of plain values that a trace has seen the step change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from tutti.capture.forms import Attribute, entries_of, is_container
+from tutti.capture.keywords import Keywords
+from tutti.capture.python.left_values import computed_from
+from tutti.capture.python.plain_values import equal
+from tutti.capture.python.reach import OF_TRAINING, PLAIN, has_attributes, is_library
+from tutti.errors import CaptureError
+from tutti.torch_private.pytrees import tree_leaves, tree_map_only
+from tutti.user_lines import quoted, user_line
+
+Batch = tuple[Any, ...]
+Path = tuple[Any, ...]  # the keys of items, and `Attribute`s
+Place = int | str  # the position of an argument behind the model and the optimizer, or its name
+Name = Callable[[Place], str]
+
+
+class Handed:
+    """The leaf of such an argument: the same at each call; `value` is the argument of the current one."""
+
+    __slots__ = ("_held", "name")
+
+    def __init__(self, name: str, held: Mapping[str, Any]) -> None:
+        self.name, self._held = name, held
+
+    @property
+    def value(self) -> Any:
+        return self._held[self.name]
+
+    @property
+    def held(self) -> Mapping[str, Any]:
+        """All such arguments of the call, by name."""
+        return self._held
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Handed and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __repr__(self) -> str:
+        return f"the argument {self.name}"
+
+
+class ArgumentsAhead(CaptureError):
+    """Ends a capture: the step must get the arguments at these places as they are."""
+
+    def __init__(self, places: Collection[Place]) -> None:
+        what = f"the step changes its arguments {', '.join(map(str, places))} in Python"
+        super().__init__(what, fix="hand them over with `with_arguments`")
+        self.places = frozenset(places)
+
+
+def handed_over(batch: Batch, places: Collection[Place], held: dict[str, Any], name: Name) -> Batch:
+    """`batch` with a `Handed` at each of these places; `held` gets the arguments, by name."""
+    held.clear()
+
+    def one(place: Place, x: Any) -> Any:
+        if place not in places or type(x) is Handed:
+            return x
+        held[name(place)] = x
+        return Handed(name(place), held)
+
+    if not places:
+        return batch
+    made = [one(i, x) for i, x in enumerate(batch) if type(x) is not Keywords]
+    if batch and type(batch[-1]) is Keywords:
+        made.append(Keywords({k: one(k, x) for k, x in batch[-1].items()}))
+    return tuple(made)
+
+
+def unpacked(batch: Sequence[Any]) -> list[Any]:
+    """The arguments of a batch as the step gets them."""
+    made = [x.value if type(x) is Handed else x for x in batch]
+    if made and type(made[-1]) is Keywords:
+        own = made[-1].items()
+        made[-1] = Keywords({k: x.value if type(x) is Handed else x for k, x in own})
+    return made
+
+
+def arguments_of(batch: Sequence[Any]) -> Mapping[str, Any]:
+    """By name, the arguments that the step gets as they are."""
+    return next((x.held for _, x in arguments_in(batch) if type(x) is Handed), {})
+
+
+def rebuilt(batch: Batch) -> Batch:
+    """`batch` with other containers, for a call that must not change the given ones."""
+    return tree_map_only(Tensor, lambda x: x, batch)
+
+
+def objects_in(batch: Batch) -> frozenset[Place]:
+    """The places of objects and functions, and of containers of some, without tensors."""
+    found = [place for place, x in arguments_in(batch) if type(x) not in _LEAVES and _is_object(x)]
+    return frozenset(found)
+
+
+_LEAVES = frozenset({Tensor, Handed, *PLAIN})
+
+
+def _is_object(x: Any) -> bool:
+    if isinstance(x, OF_TRAINING):
+        return True
+    leaves = tree_leaves(x)
+    return not any(isinstance(y, Tensor) for y in leaves) and any(map(_has_code, leaves))
+
+
+def has_state(x: Any) -> bool:
+    """Whether an argument is an object of a class of the user's program, such as a moving average of weights:
+    a change of its tensors is no change of a batch."""
+    kind = type(x)
+    plain = isinstance(x, (Tensor, dict, list, tuple)) or dataclasses.is_dataclass(x)
+    return not plain and has_attributes(x) and not is_library(kind.__module__)
+
+
+def _has_code(x: Any) -> bool:
+    """Whether a leaf is an object with attributes that the step may change, or a function."""
+    if isinstance(x, PLAIN):
+        return False
+    functions = types.FunctionType, types.MethodType, functools.partial, nn.Module
+    return isinstance(x, functions) or (not isinstance(x, type) and has_attributes(x))
+
+
+def arguments_in(batch: Sequence[Any]) -> Iterator[tuple[Place, Any]]:
+    """The arguments of a batch, each with its place."""
+    for i, x in enumerate(batch):
+        if type(x) is Keywords:
+            yield from x.items()
+        else:
+            yield i, x
+
+
+class Containers:
+    """The containers among the arguments of a trace, as they are before the step."""
+
+    def __init__(self, batch: Sequence[Any]) -> None:
+        self._given = [
+            (place, x, dict(_by_path(x)))
+            for place, x in arguments_in(batch)
+            if not isinstance(x, (Tensor, Handed, *PLAIN))
+        ]
+
+    def changes(self) -> Changes:
+        """What the step has changed in containers with tensors.
+
+        Raises `ArgumentsAhead` if it has changed others.
+        """
+        plain, found = set[Place](), Changes()
+        for place, x, before in self._given:
+            now = dict(_by_path(x))
+            if any(isinstance(y, Tensor) for y in before.values()):
+                found.add(place, before, now)
+                if place in found.lost and has_state(x):
+                    plain.add(place)
+            elif before.keys() != now.keys() or not all(_is_same(before[k], now[k]) for k in now):
+                plain.add(place)
+        if plain:
+            raise ArgumentsAhead(plain)
+        return found
+
+
+@dataclass
+class Changes:
+    """The changes of a step in containers with tensors.
+
+    Args:
+        written: plain values: the place of the argument, the path in it, and the value.
+        lost: the places of arguments with other changes that a further call with the same container
+            would see: the step computes a tensor from the one in its place, or adds it to a list.
+    """
+
+    written: list[tuple[Place, Path, Any]] = field(default_factory=list)
+    lost: set[Place] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.written or self.lost)
+
+    def add(self, place: Place, before: Mapping[Path, Any], now: Mapping[Path, Any]) -> None:
+        """Note the changes of an argument, given by the path of each value."""
+        for path, value in now.items():
+            parent = before.get(path[:-1])
+            if path not in before and (not path or parent is None):
+                continue  # in a container that the step has made
+            old, in_list = before.get(path, _NOTHING), parent in (list, deque)
+            if _is_same(old, value):
+                continue
+            if isinstance(value, PLAIN):
+                self.written.append((place, path, value))
+            elif (path not in before and in_list) or (path in before and _is_other(old, value)):
+                self.lost.add(place)
+        gone = before.keys() - now.keys()
+        if any(before.get(path[:-1]) in (list, deque) for path in gone):
+            self.lost.add(place)
+
+    def write(self, batch: Batch) -> None:
+        """Write the plain values into the arguments of a call."""
+        given = dict(arguments_in(batch))
+        for place, path, value in self.written:
+            _put(given[place], path, value)
+
+
+_NOTHING = object()
+
+
+def _put(x: Any, path: Path, value: Any) -> None:
+    for key in path[:-1]:
+        x = getattr(x, key.name) if isinstance(key, Attribute) else x[key]
+    key = path[-1]
+    if isinstance(key, Attribute):
+        setattr(x, key.name, value)
+    elif isinstance(x, list | deque) and key >= len(x):
+        x.append(value)
+    else:
+        x[key] = value
+
+
+def _by_path(x: Any, path: Path = (), outer: tuple[int, ...] = ()) -> Iterator[tuple[Path, Any]]:
+    """The leaves of a container, each with its path, and the type of each container; `outer` are the ids of
+    those around it, to which its parts may refer."""
+    if not is_container(x):
+        yield path, x
+    elif id(x) not in outer:
+        yield path, type(x)
+        for key, inner in entries_of(x):
+            yield from _by_path(inner, (*path, key), (*outer, id(x)))
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or equal(a, b)
+
+
+def _is_other(old: Any, new: Any) -> bool:
+    """Whether a value in the place of another one may differ from the one that a further call puts there."""
+    both = isinstance(old, Tensor) and isinstance(new, Tensor)
+    return computed_from(new, old) if both else True
+
+
+def refused_again(name: str) -> CaptureError:
+    """The error for a container with tensors that a step has changed, and gets once more."""
+    return CaptureError(
+        f"the step has changed its argument {name}, and gets the same one again",
+        at=quoted(user_line()),
+        why="it changes a copy in each call: the tensors of a batch lie on the ranks in parts",
+        fix=f"a copy in the step, {name} = dict({name}) or copy.copy({name}); for state of the step a "
+        "value that it returns",
+    )
