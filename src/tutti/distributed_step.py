@@ -271,7 +271,8 @@ class Step:
         """Write a checkpoint directory, or the model alone if `path` ends in `.safetensors`.
 
         A path that ends in `.safetensors.index.json` has several files, as Hugging Face divides them. A
-        directory may be remote: a URL of fsspec, such as `"s3://bucket/run"`.
+        directory may be remote: a URL of fsspec, such as `"s3://bucket/run"`. It also has the numbers of the
+        optimizer's groups, such as the learning rate, which `load` sets.
         """
         with self.mode.state_here():
             if self.mode.writes():

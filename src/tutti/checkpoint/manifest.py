@@ -44,7 +44,8 @@ class Manifest:
     """The content of a manifest.
 
     layout, replicas: those of the save.  tensors: by name.  folder: of its files, "" for the folder of the
-    manifest.  files: by name in that folder.  extra: the user's values.
+    manifest.  files: by name in that folder.  extra: the user's values.  groups: the hyper-parameters of
+    each optimizer's groups, none in an earlier manifest.
     """
 
     layout: str
@@ -54,6 +55,7 @@ class Manifest:
     files: Mapping[str, FileDigest]
     extra: dict[str, Any] = field(default_factory=dict)
     format: int = FORMAT
+    groups: list[Any] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -71,6 +73,7 @@ class Manifest:
             "folder": self.folder,
             "files": {n: [f.nbytes, list(f.sha256)] for n, f in self.files.items()},
             "extra": self.extra,
+            "groups": self.groups,
         }
         return json.dumps(body | {"sha256": _checksum(body)})
 
@@ -136,6 +139,7 @@ def _manifest(body: dict[str, Any], version: int) -> Manifest:
         files={_plain(n): _file(f) for n, f in body["files"].items()},
         extra=dict(body["extra"]),
         format=version,
+        groups=list(body.get("groups", [])),
     )
 
 

@@ -6,14 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tutti.capture.state.lift import optimizers_of
 from tutti.distributed_step import Step
-from tutti.errors import CheckpointError, TuttiError
-
-# Entries of a parameter group that are no state: parameters, and forms of one computation.
-_NO_STATE = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+from tutti.errors import TuttiError
 
 
 class RunParts:
@@ -79,41 +75,6 @@ class RunParts:
             part.set_state(state)
         else:
             part.load_state_dict(state)
-
-
-def groups_of(step: Step) -> list[list[dict[str, Any]]]:
-    """The hyper-parameters of each group of each optimizer, such as the learning rate of now."""
-    return [
-        [
-            {k: x for k, x in group.items() if k not in _NO_STATE and not callable(x)}
-            for group in one.param_groups
-        ]
-        for one in optimizers_of(step.optimizer)
-    ]
-
-
-def check_groups(step: Step, name: str, saved: Any) -> None:
-    """Raise `CheckpointError` unless the saved groups are as many as those of the step."""
-    here = [len(one.param_groups) for one in optimizers_of(step.optimizer)]
-    there = [len(groups) for groups in saved]
-    if here != there:
-        raise CheckpointError(
-            f'the optimizer of "{name}" has other parameter groups than when it was saved',
-            why=f"groups of each optimizer: {there} there, {here} here",
-            fix="build the same optimizer as when it was saved",
-        )
-
-
-def put_groups(step: Step, saved: list[list[dict[str, Any]]]) -> None:
-    """Set the saved hyper-parameters; a tensor keeps its identity."""
-    for one, groups in zip(optimizers_of(step.optimizer), saved, strict=True):
-        for group, found in zip(one.param_groups, groups, strict=True):
-            for key in found.keys() & group.keys() - set(_NO_STATE):
-                if isinstance(group[key], Tensor) and isinstance(found[key], Tensor):
-                    with torch.no_grad():
-                        group[key].copy_(found[key])
-                else:
-                    group[key] = found[key]
 
 
 def _has_state(part: Any) -> bool:

@@ -18,9 +18,10 @@ from tutti.checkpoint.files import Reading
 from tutti.checkpoint.unanimous import Unanimous
 from tutti.errors import CheckpointError
 from tutti.resuming import random_states, run_folder
-from tutti.resuming.parts import RunParts, check_groups, put_groups
+from tutti.resuming.parts import RunParts
 from tutti.resuming.run_folder import RunRecord
 from tutti.resuming.state_trees import TreeReader, forms_in, tensors_beside, unreadable
+from tutti.saving.hyper_parameters import check_groups, put_groups
 from tutti.saving.step_checkpoint import check_fit, read_state
 from tutti.state.shards import plain_dtensor
 
@@ -107,7 +108,7 @@ def restore(
 
         def check() -> str:
             for name, one in steps.items():
-                check_groups(one, name, groups[name])
+                check_groups(one.optimizer, name, groups[name])
             return ""
 
         ranks.each(what, check)
@@ -118,7 +119,7 @@ def restore(
                 f'cannot restore the part "{name}"', lambda n=name, x=state: _load(parts, n, x)
             )
         for name, one in steps.items():
-            put_groups(one, groups[name])
+            put_groups(one.optimizer, groups[name])
         random_states.put(random)
     return history
 

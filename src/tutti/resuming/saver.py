@@ -21,11 +21,12 @@ from tutti.launch.telling import tell
 from tutti.remote_paths import is_of_one_process
 from tutti.resuming import random_states, run_folder
 from tutti.resuming.background_saves import DONE, BackgroundSaves, Made
-from tutti.resuming.parts import RunParts, groups_of
+from tutti.resuming.parts import RunParts
 from tutti.resuming.retention import Retention
 from tutti.resuming.run_folder import RunRecord
 from tutti.resuming.run_save import RunSave
 from tutti.resuming.state_trees import TreeWriter
+from tutti.saving.hyper_parameters import groups_of
 from tutti.saving.state_share import StateShare
 from tutti.saving.step_checkpoint import by_ranks_left, open_for, state_share, write_state
 
@@ -237,7 +238,7 @@ class Saver:
         trees = {
             "parts": {n: writer.write(parts.state_of(n), n) for n in parts.others},
             "groups": {
-                n: writer.write(groups_of(one), f"{n}.optimizer.param_groups")
+                n: writer.write(groups_of(one.optimizer), f"{n}.optimizer.param_groups")
                 for n, one in parts.steps.items()
             },
             "random": {n: writer.write(state, n) for n, state in random.items()},

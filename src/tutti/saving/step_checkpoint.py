@@ -30,7 +30,13 @@ from tutti.errors import CheckpointError, CommError
 from tutti.launch.ranks import ensure_process_group
 from tutti.launch.roles import is_first_worker
 from tutti.remote_paths import is_of_one_process, is_remote
-from tutti.saving import model_file, replica_checkpoint, saved_values, weight_files
+from tutti.saving import (
+    hyper_parameters,
+    model_file,
+    replica_checkpoint,
+    saved_values,
+    weight_files,
+)
 from tutti.saving.local_part import part_of
 from tutti.saving.slot_places import make_slot_places
 from tutti.saving.state_share import StateShare
@@ -208,6 +214,7 @@ def state_share(
         folder="",
         files={},
         extra=extra,
+        groups=hyper_parameters.to_json(running.job.optimizer),
     )
     mine = replica_checkpoint.to_save(running, state | dict(more))
     if not running.begun and not leads:  # until the first call rank 0's values are those of the run
@@ -329,4 +336,5 @@ def read_state(running: Running, reading: Reading, ranks: Unanimous) -> dict[str
     saved_values.put(running.python, {n: fresh[n] for n in python})
     running.num_steps = int(fresh[COUNT])
     replica_checkpoint.take_over(running, reading, remembered)
+    hyper_parameters.take_over(running.job.optimizer, reading.manifest.groups)
     return reading.manifest.extra
