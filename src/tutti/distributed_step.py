@@ -33,7 +33,7 @@ from tutti.saving import step_checkpoint
 from tutti.state.whole import Whole, model_state
 from tutti.torch_private.optimizer_marks import mark_stepped
 from tutti.torch_private.pytrees import tree_unflatten
-from tutti.user_lines import OnlyUsersFrames
+from tutti.user_lines import OnlyUsersFrames, users_level
 
 # The function of a command that only inspects a script (verify, explain), if there is one. Every thread calls
 # it instead of a step; if it returns NotImplemented, the step is taken.
@@ -151,7 +151,7 @@ class Step:
                 warnings.warn(
                     f"step {self.num_steps - 1} returned {x.item()}; run again with {CHECK_NAN}=1 to "
                     "stop at the first node that makes it",
-                    stacklevel=4,
+                    stacklevel=users_level(),
                 )
 
     @property

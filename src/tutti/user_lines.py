@@ -52,6 +52,14 @@ def program_line() -> str:
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def users_level() -> int:
+    """The `stacklevel` with which a warning of the caller names the user's line."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def _users_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -214,7 +215,7 @@ def _assert_same(made: Any, expected: Any) -> None:
     if isinstance(expected, dict):
         assert made.keys() == expected.keys()
         made, expected = [*made.values()], [*expected.values()]
-    if isinstance(expected, list):
+    if isinstance(expected, list | tuple):
         assert len(made) == len(expected)
         for a, b in zip(made, expected, strict=True):
             _assert_same(a, b)
@@ -276,6 +277,45 @@ def test_verify_leaves_them_as_they_are() -> None:
         verdict = tutti.verify(train_step, model, own, (*_batch(0), argument), "data=2 zero=3")
         assert verdict.ok, (case, str(verdict))
         _assert_same(_values(argument), before)
+
+
+# Counts of batches and steps
+
+
+def anneals(model: Any, optimizer: Any, x: Tensor, y: Tensor, step: int) -> Tensor:
+    weight = min(1.0, (step + 1) / 3) * math.cos(step / 7) * float(step + 1)
+    return _updated(model, optimizer, F.mse_loss(model(x), y) * weight)
+
+
+def branches(model: Any, optimizer: Any, x: Tensor, y: Tensor, index: int) -> tuple[Tensor, int]:
+    loss = F.mse_loss(model(x), y) * (2.0 if index % 3 == 0 else 1.0)
+    return _updated(model, optimizer, loss), index + 1
+
+
+def crops(model: Any, optimizer: Any, x: Tensor, y: Tensor, length: int) -> Tensor:
+    loss = F.mse_loss(model(x), y) + x[:, : length % 3 + 1].sum()
+    return _updated(model, optimizer, loss)
+
+
+def counted(name: str, layout: str | None) -> tuple[list[Any], int]:
+    """What six calls return, and the number of traces."""
+    train_step = {"anneals": anneals, "branches": branches, "crops": crops}[name]
+    model = _model()
+    own = torch.optim.Adam(model.parameters(), lr=0.01)
+    if layout is None:
+        return [train_step(model, own, *_batch(k), k) for k in range(6)], 0
+    step = tutti.distribute(train_step, model, own, layout=layout)
+    return [step(*_batch(k), k) for k in range(6)], step._num_traces
+
+
+@pytest.mark.parametrize(("name", "traces"), [("anneals", 3), ("branches", 3), ("crops", 6)])
+def test_an_integer_that_changes_is_an_input(ranks: Ranks, name: str, traces: int) -> None:
+    expected, _ = counted(name, None)
+    for layout in ("data=1", "data=2 micro=2"):
+        found = ranks.run(counted, name, layout, n=2) if "2" in layout else [counted(name, layout)]
+        for made, count in found:
+            _assert_same(made, expected)
+            assert count <= traces
 
 
 # Containers that hold tensors

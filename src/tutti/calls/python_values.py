@@ -36,6 +36,7 @@ from tutti.capture.python.python_state import (
     PythonState,
     values_of,
 )
+from tutti.capture.python.reach import argument_entry
 from tutti.capture.state.free_numbers import is_finite
 from tutti.capture.step import Captured
 
@@ -55,6 +56,7 @@ class PythonValues:
         self.arguments: dict[str, Any] = {}  # that the step gets as they are, of this call
         self.places: frozenset[Place] = frozenset()  # of those without code
         self._changed_last: tuple[tuple[Place, Any], ...] = ()
+        self._integers: dict[Place, int] = {}  # among the arguments of the last call
         self.changed: set[str] = set()  # the names of entries that the step changes
         self.other = ""  # the name of a constant that the last change has changed
         self._state: PythonState | None = None
@@ -106,8 +108,19 @@ class PythonValues:
         for place, x in last:
             if now.get(place) is x:
                 raise refused_again(self._name(place))
+        self._note_integers(now)
         places = self.places | objects_in(batch)
         return handed_over(batch, places, self.arguments, self._name)
+
+    def _note_integers(self, now: Mapping[Place, Any]) -> None:
+        """Make a value of the step of an integer that differs from that of the last call: a count of batches
+        or of steps."""
+        integers = {place: x for place, x in now.items() if type(x) is int}
+        for place, x in integers.items():
+            if place not in self.places and self._integers.get(place, x) != x:
+                self.places |= {place}
+                self.findings.varying.add(argument_entry(self._name(place)))
+        self._integers |= integers
 
     def _name(self, place: Place) -> str:
         return argument_name(self._given[0], self._num_args, place)

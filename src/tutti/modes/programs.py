@@ -27,7 +27,7 @@ from tutti.modes.compiled_program import Compiled
 from tutti.modes.mode import Mode
 from tutti.state.residence import run_device
 from tutti.torch_private.pytrees import tree_flatten
-from tutti.user_lines import OnlyUsersFrames
+from tutti.user_lines import OnlyUsersFrames, users_level
 
 # A program, and the numbers of a call.
 Found = tuple[Compiled[Any], dict[str, float]]
@@ -233,7 +233,7 @@ class Programs:
                 f"the step has more than {self._most} programs, one for each batch of other sizes: "
                 "the step drops the least recently called one and captures it again when needed; "
                 f"{MOST_PROGRAMS.name} says how many are kept",
-                stacklevel=5,
+                stacklevel=users_level(),
             )
 
     def _warn_of_retraces(self, why: str) -> None:
@@ -244,7 +244,7 @@ class Programs:
             warnings.warn(
                 f"the step has been traced {count} times: shapes, options of the optimizer, plain "
                 f"attributes of a module, branches or turns of a loop keep changing; the last time {why}",
-                stacklevel=4,
+                stacklevel=users_level(),
             )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tutti.capture.state.lift import optimizers_of
 from tutti.errors import CheckpointError
+from tutti.user_lines import users_level
 
 # By optimizer, the entries of each group.
 Groups = list[list[dict[str, Any]]]
@@ -72,7 +73,7 @@ def take_over(optimizer: Any, saved: list[Any]) -> None:
         warnings.warn(
             f"the optimizer has other parameter groups than when it was saved ({there} there, {here} "
             "here): learning rates, and their other numbers, stay those of the script",
-            stacklevel=4,
+            stacklevel=users_level(),
         )
         return
     put_groups(

@@ -1,4 +1,4 @@
-"""`float(x)` and `int(x)` of tensors in the user's code: the read number, as of `x.item()`.
+"""`float(x)` and `int(x)` of tensors and numbers in the user's code: the read number, as of `x.item()`.
 
 Python demands a plain number of `x.__float__()`, and a trace has none. So during a trace the globals of the
 user's functions that call `float` or `int` have another class of this name. It makes plain numbers of
@@ -32,13 +32,15 @@ def _number(x: Any, plain: type) -> Any:
             refuse_conversion(_CUT)
         x = x.item() if x.is_floating_point() else x.long().item()
     env = x.node.shape_env if isinstance(x, SYMBOLS) else None
-    if not isinstance(env, Symbols) or not env.is_read(x):
+    if not isinstance(env, Symbols):
         return plain(x)
     if plain is float and not isinstance(x, torch.SymBool):
         return torch.sym_float(x)
-    if not isinstance(x, torch.SymInt):
+    if isinstance(x, torch.SymInt):
+        return x
+    if env.is_read(x):
         refuse_conversion(_CUT)
-    return x
+    return plain(x)
 
 
 _FLOAT = like(float, lambda x: _number(x, float))

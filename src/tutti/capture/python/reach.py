@@ -63,6 +63,14 @@ _DEPTH = 2
 _MOST = 100_000  # the most values of one table to visit
 
 
+_ARGUMENTS = "arguments"
+
+
+def argument_entry(name: str) -> str:
+    """The name of the entry of an argument that the step gets as it is."""
+    return f"{_ARGUMENTS}[{name!r}]"
+
+
 @dataclass
 class Reached:
     """The tables that a step reaches, and names in its code.
@@ -138,7 +146,7 @@ class _Walk:
         self._finish()
         if arguments:
             at = len(self.tables)
-            self.tables.append(Table("arguments", ITEM, _is(arguments), None))
+            self.tables.append(Table(_ARGUMENTS, ITEM, _is(arguments), None))
             for name, value in arguments.items():
                 self._value(value, name)
             self._finish()
