@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from tutti.calls.hooks import Hooks
 from tutti.calls.sharded_batch import kind_of
+from tutti.calls.surroundings import surroundings
 from tutti.calls.tables import are_same, values_of
 from tutti.capture.state.free_numbers import is_free_float
 from tutti.errors import CaptureError
@@ -29,7 +30,7 @@ class Signatures:
 
     def of(self, leaves: Sequence[Any], form: Any, python: int, *, sized: bool = True) -> Any:
         """A hashable key: the batch's form, its shapes and constants, the number of parameters of each group,
-        the modules, the trained parameters, their dtypes, and the hooks.
+        the modules, the trained parameters, their dtypes, the hooks, and the surroundings of the call.
 
         `python` stands for the Python values of the step (`PythonValues.now`). Without `sized`, calls whose
         tensors differ only in sizes have one key.
@@ -42,7 +43,8 @@ class Signatures:
         groups = tuple(len(g["params"]) for one in self._optimizers for g in one.param_groups)
         weights = tuple(map(_form, filter(_is_there, values_of(self._parameters))))
         made = tuple(map(_leaf if sized else _unsized, leaves))
-        return made, form, groups, self.version, python, weights, self._hooks.now()
+        around = surroundings()
+        return made, form, groups, self.version, python, weights, self._hooks.now(), around
 
     def _walk(self) -> None:
         """Find the current modules, and the tables in which they hold each other."""
@@ -86,6 +88,7 @@ _PARTS = (
     _PYTHON,
     "other parameters that are trained, or parameters of another dtype",
     "other hooks",
+    "another autocast, mode of gradients or default dtype around the call",
 )
 
 

@@ -12,6 +12,7 @@ from tutti.calls.accelerate_schedulers import refuse_schedulers_of_processes
 from tutti.calls.guards import MOST_WAYS, no_way
 from tutti.calls.numbers import Numbers
 from tutti.calls.signature import Signatures, difference_between
+from tutti.calls.surroundings import is_cast, without_autocast
 from tutti.capture.handed import ArgumentsAhead
 from tutti.capture.python.assumed_values import Assumed
 from tutti.capture.python.read_places import Place
@@ -89,9 +90,12 @@ class Programs:
         measures: bool,
     ) -> list[Any]:
         """`compiled.play`; `measures` its peak memory, without that of captures and of rounds."""
-        if not measures:
+        if not measures and not is_cast():
             return compiled.play(given, tensors, checked=checked)
-        with op_by_op():
+        if not measures:
+            with without_autocast():
+                return compiled.play(given, tensors, checked=checked)
+        with op_by_op(), without_autocast():
             compiled.measured, returned = peak_nbytes(
                 lambda: compiled.play(given, tensors, checked=checked),
                 run_device(self._running.job.model),

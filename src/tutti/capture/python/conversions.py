@@ -34,13 +34,13 @@ def _number(x: Any, plain: type) -> Any:
     env = x.node.shape_env if isinstance(x, SYMBOLS) else None
     if not isinstance(env, Symbols):
         return plain(x)
-    if plain is float and not isinstance(x, torch.SymBool):
+    if plain is float and isinstance(x, torch.SymInt | torch.SymFloat):
         return torch.sym_float(x)
     if isinstance(x, torch.SymInt):
         return x
     if env.is_read(x):
         refuse_conversion(_CUT)
-    return plain(x)
+    return plain(x)  # type: ignore[arg-type]
 
 
 _FLOAT = like(float, lambda x: _number(x, float))
