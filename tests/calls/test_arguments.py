@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,6 +152,22 @@ def weighs(model: Any, optimizer: Any, x: Tensor, y: Tensor, loss: Any) -> Tenso
     return _updated(model, optimizer, loss(model(x), y))
 
 
+def remembers(model: Any, optimizer: Any, x: Tensor, y: Tensor, state: Any) -> Tensor:
+    hidden = torch.tanh(model(x) + state["hidden"])
+    state["hidden"] = hidden.detach()
+    return _updated(model, optimizer, F.mse_loss(hidden, y))
+
+
+def configured(model: Any, optimizer: Any, x: Tensor, y: Tensor, options: Any) -> Tensor:
+    loss = options.loss(model(x), y) * options.scale * options.inner["weight"]
+    return _updated(model, optimizer, loss)
+
+
+def _options(model: Any, optimizer: Any) -> Any:
+    """Without a hash."""
+    return argparse.Namespace(scale=1.5, loss=F.mse_loss, inner={"weight": 0.5}, path=Path("/"))
+
+
 def _values(x: Any) -> Any:
     """Numbers to compare in an argument."""
     if isinstance(x, Tensor):
@@ -176,6 +194,8 @@ CASES: dict[str, tuple[Any, Callable[[Any, Any], Any], Any]] = {
     "meter": (measures, lambda m, o: Meter(), None),
     "weights": (follows, lambda m, o: Averaged(m, in_place=False), None),
     "weights in place": (follows, lambda m, o: Averaged(m, in_place=True), None),
+    "hidden state": (remembers, lambda m, o: {"hidden": torch.zeros(8, 4).double()}, None),
+    "options": (configured, _options, _later_scale),
     "scheduler": (schedules, lambda m, o: StepLR(o, 2, 0.5), None),
     "scaler": (scales, lambda m, o: torch.amp.GradScaler("cpu", 4.0, growth_interval=2), None),
     "record": (counts, lambda m, o: Settings(), _later_scale),

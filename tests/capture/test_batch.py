@@ -185,7 +185,7 @@ def test_packed_sequences_are_no_constants() -> None:
         (SGD([torch.zeros(2)], lr=0.1), "as the optimizer"),
         (iter([1]), "for batch in loader"),
         (torch.utils.data.DataLoader([1, 2]), "for batch in loader"),  # type: ignore[arg-type]
-        ({1, 2}, "as_tensor"),
+        ({1, 2}, "frozenset"),
     ],
 )
 def test_what_a_batch_may_not_hold(given: Any, fix: str) -> None:

@@ -129,7 +129,8 @@ class PythonValues:
         """Write plain values into containers with tensors, as the step does; note the lost changes."""
         changes = captured.changes
         changes.write(batch)
-        self._changed_last = tuple((k, x) for k, x in arguments_in(batch) if k in changes.lost)
+        given = arguments_in(batch)
+        self._changed_last = tuple((k, x) for k, x in given if changes.loses(k))
 
     @property
     def state(self) -> PythonState:

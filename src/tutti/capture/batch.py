@@ -14,7 +14,14 @@ from torch.optim import Optimizer
 
 from tutti.capture.default_device import users_default
 from tutti.capture.forms import flattened, holds_tensors
-from tutti.capture.handed import ArgumentsAhead, Place, handed_over, objects_in, unpacked
+from tutti.capture.handed import (
+    ArgumentsAhead,
+    Place,
+    arguments_in,
+    handed_over,
+    objects_in,
+    unpacked,
+)
 from tutti.capture.keywords import Keywords
 from tutti.errors import CaptureError
 from tutti.torch_private.pytrees import tree_unflatten
@@ -41,8 +48,11 @@ def taken(batch: Any, keywords: Mapping[str, Any] | None = None) -> tuple[Any, .
     whole = (*batch, Keywords(keywords)) if keywords else tuple(batch)
     leaves, form = flattened(whole)
     others = [x for x in leaves if type(x) not in _PLAIN]
-    for x in others:
-        check(x)
+    if others:
+        as_they_are = objects_in(whole)
+        for place, argument in arguments_in(whole):
+            for x in flattened(argument)[0]:
+                check(x, constant=place not in as_they_are)
     if any(isinstance(x, np.generic) for x in others):
         return tree_unflatten([_number(x) for x in leaves], form)
     return whole
@@ -117,18 +127,20 @@ def _parameter(function: Callable[..., Any], place: int) -> str:
     return f"argument {place}"
 
 
-def check(x: Any) -> None:
-    """Raise `CaptureError` unless `x` may be a leaf of a batch."""
+def check(x: Any, *, constant: bool = True) -> None:
+    """Raise `CaptureError` unless `x` may be a leaf of a batch, or of an argument that is no `constant`."""
     if isinstance(x, Tensor | np.generic):
         return
     for kind, why, fix in _REFUSED:
         if isinstance(x, kind) and _matters(x):
             raise _refused(x, why, fix)
+    if not constant:
+        return
     try:
         hash(x)
     except TypeError:
         why = "what is not a tensor is a constant of the captured step, and this cannot be compared"
-        raise _refused(x, why, f"{_ALONE}; of a set, torch.as_tensor(sorted(x))") from None
+        raise _refused(x, why, f"{_ALONE}; of a set, frozenset(x)") from None
 
 
 _ALONE = "its tensors alone: step(data.x, data.y)"

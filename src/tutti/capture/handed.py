@@ -159,17 +159,22 @@ class Containers:
             if not isinstance(x, (Tensor, Handed, *PLAIN))
         ]
 
-    def changes(self) -> Changes:
+    def changes(self, weights: Sequence[Tensor]) -> Changes:
         """What the step has changed in containers with tensors.
 
-        Raises `ArgumentsAhead` if it has changed others.
+        Raises `ArgumentsAhead` if it has changed others, or keeps state in one: a tensor computed from the
+        one before and from `weights`, as the hidden state of a recurrent network.
         """
         plain, found = set[Place](), Changes()
         for place, x, before in self._given:
             now = dict(_by_path(x))
             if any(isinstance(y, Tensor) for y in before.values()):
                 found.add(place, before, now)
-                if place in found.lost and has_state(x):
+                lost = [now[path] for at, path in found.lost if at == place and path in before]
+                tensors = [y for y in lost if isinstance(y, Tensor)]
+                if (found.loses(place) and has_state(x)) or any(
+                    computed_from(y, weights) for y in tensors
+                ):
                     plain.add(place)
             elif before.keys() != now.keys() or not all(_is_same(before[k], now[k]) for k in now):
                 plain.add(place)
@@ -184,12 +189,12 @@ class Changes:
 
     Args:
         written: plain values: the place of the argument, the path in it, and the value.
-        lost: the places of arguments with other changes that a further call with the same container
-            would see: the step computes a tensor from the one in its place, or adds it to a list.
+        lost: places and paths of other changes that a further call with the same container would see: the
+            step computes a tensor from the one in its place, or adds it to a list.
     """
 
     written: list[tuple[Place, Path, Any]] = field(default_factory=list)
-    lost: set[Place] = field(default_factory=set)
+    lost: list[tuple[Place, Path]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.written or self.lost)
@@ -206,10 +211,14 @@ class Changes:
             if isinstance(value, PLAIN):
                 self.written.append((place, path, value))
             elif (path not in before and in_list) or (path in before and _is_other(old, value)):
-                self.lost.add(place)
+                self.lost.append((place, path))
         gone = before.keys() - now.keys()
         if any(before.get(path[:-1]) in (list, deque) for path in gone):
-            self.lost.add(place)
+            self.lost.append((place, ()))
+
+    def loses(self, place: Place) -> bool:
+        """Whether a change of the argument at a place is lost."""
+        return any(at == place for at, _ in self.lost)
 
     def write(self, batch: Batch) -> None:
         """Write the plain values into the arguments of a call."""
@@ -251,7 +260,7 @@ def _is_same(a: Any, b: Any) -> bool:
 def _is_other(old: Any, new: Any) -> bool:
     """Whether a value in the place of another one may differ from the one that a further call puts there."""
     both = isinstance(old, Tensor) and isinstance(new, Tensor)
-    return computed_from(new, old) if both else True
+    return computed_from(new, [old]) if both else True
 
 
 def refused_again(name: str) -> CaptureError:

@@ -521,7 +521,7 @@ class _Lifted:
             ):
                 result = called(self.train_step, args, batch)
                 attributes.take_back({id(table.find()) for table in self.python.tables})
-                self.changes = containers.changes()
+                self.changes = containers.changes(flat[: len(self.state)])
             self.grads.end()
             self.trained = left_trained(self.state, flat)
             self.other_modes = modes.are_others

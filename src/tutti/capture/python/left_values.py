@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -311,22 +311,22 @@ def varies(value: Any, before: Any) -> bool:
     return False
 
 
-def computed_from(value: Tensor, old: Tensor) -> bool:
-    """Whether a tensor of the current trace depends on the values of another one; a copy in another dtype,
-    on another device or with another history does not count."""
+def computed_from(value: Tensor, others: Iterable[Tensor]) -> bool:
+    """Whether a tensor of the current trace depends on the values of one of `others`; a copy of it in another
+    dtype, on another device or with another history does not count."""
     tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
-    slots: list[Any] = [get_proxy_slot(x, tracer, None) for x in (value, old)]
-    if None in slots:
+    slot, *slots = [get_proxy_slot(x, tracer, None) for x in (value, *others)]
+    own = {one.proxy.node for one in slots if one is not None}
+    if slot is None or not own:
         return False
-    node, own = (slot.proxy.node for slot in slots)
     seen: set[tuple[fx.Node, bool]] = set()
-    todo = [(node, False)]
+    todo = [(slot.proxy.node, False)]
     while todo:
         x, changed = todo.pop()
         if (x, changed) in seen:
             continue
         seen.add((x, changed))
-        if x is own and changed:
+        if x in own and changed:
             return True
         name = str(x.target)
         if not name.startswith(_OF_FORM):
