@@ -22,6 +22,7 @@ from tutti.capture.handed import (
     Place,
     arguments_in,
     handed_over,
+    is_batch,
     objects_in,
     refused_again,
 )
@@ -56,6 +57,9 @@ class PythonValues:
         self.arguments: dict[str, Any] = {}  # that the step gets as they are, of this call
         self.places: frozenset[Place] = frozenset()  # of those without code
         self._changed_last: tuple[tuple[Place, Any], ...] = ()
+        self._names_of_arguments: dict[Place, str] = {}
+        # Whether the last call took all arguments apart, and those that are no tensors or containers of some.
+        self._takes_all_apart, self._others = False, list[Any]()
         self._integers: dict[Place, int] = {}  # among the arguments of the last call
         self.changed: set[str] = set()  # the names of entries that the step changes
         self.other = ""  # the name of a constant that the last change has changed
@@ -100,8 +104,8 @@ class PythonValues:
 
         Raises `CaptureError` for a container that the last call has changed on one device only.
         """
-        if not self.places and not self._changed_last and all(type(x) is Tensor for x in batch):
-            self.arguments.clear()
+        others = [x for x in batch if not is_batch(x)]
+        if self._takes_all_apart and are_same(others, self._others):
             return batch
         now = dict(arguments_in(batch))
         last, self._changed_last = self._changed_last, ()
@@ -110,6 +114,7 @@ class PythonValues:
                 raise refused_again(self._name(place))
         self._note_integers(now)
         places = self.places | objects_in(batch)
+        self._others, self._takes_all_apart = others, not places
         return handed_over(batch, places, self.arguments, self._name)
 
     def _note_integers(self, now: Mapping[Place, Any]) -> None:
@@ -123,7 +128,9 @@ class PythonValues:
         self._integers |= integers
 
     def _name(self, place: Place) -> str:
-        return argument_name(self._given[0], self._num_args, place)
+        if place not in self._names_of_arguments:
+            self._names_of_arguments[place] = argument_name(self._given[0], self._num_args, place)
+        return self._names_of_arguments[place]
 
     def write_into(self, batch: Batch, captured: Captured) -> None:
         """Write plain values into containers with tensors, as the step does; note the lost changes."""
@@ -131,6 +138,7 @@ class PythonValues:
         changes.write(batch)
         given = arguments_in(batch)
         self._changed_last = tuple((k, x) for k, x in given if changes.loses(k))
+        self._takes_all_apart = self._takes_all_apart and not self._changed_last
 
     @property
     def state(self) -> PythonState:

@@ -78,8 +78,9 @@ def handed_over(batch: Batch, places: Collection[Place], held: dict[str, Any], n
     def one(place: Place, x: Any) -> Any:
         if place not in places or type(x) is Handed:
             return x
-        held[name(place)] = x
-        return Handed(name(place), held)
+        own = name(place)
+        held[own] = x
+        return Handed(own, held)
 
     if not places:
         return batch
@@ -117,7 +118,16 @@ def objects_in(batch: Batch) -> frozenset[Place]:
 _LEAVES = frozenset({Tensor, Handed, *PLAIN})
 
 
+def is_batch(x: Any) -> bool:
+    """Whether an argument is a tensor, or a plain container with one at hand: nearly all are."""
+    kind = type(x)
+    inside = x.values() if kind is dict else x if kind in (tuple, list) else ()
+    return kind is Tensor or any(type(y) is Tensor for y in inside)
+
+
 def _is_object(x: Any) -> bool:
+    if is_batch(x):
+        return False
     if isinstance(x, OF_TRAINING):
         return True
     leaves = tree_leaves(x)
