@@ -17,6 +17,7 @@ from tutti.capture.second_trace.attention_dropout import (
     laid_out,
 )
 from tutti.capture.second_trace.constant_writes import refuse_constant_writes
+from tutti.capture.second_trace.kept_orders import order_may_change, written_in_order
 from tutti.capture.second_trace.overwrites import overwrites
 from tutti.capture.second_trace.random_ops import (
     NO_GENERATOR,
@@ -101,6 +102,8 @@ class _Replay(Copying):
             )
         if target in _BATCH_NORMS:
             return _batch_norm(*args)
+        if order_may_change(target, args, kwargs, self.node.meta.get("val")):
+            return written_in_order(target, args, kwargs)
         return super().call_function(target, args, kwargs)
 
 

@@ -139,8 +139,14 @@ def _values(node: fx.Node, whole: list[fx.Node], mode: FakeTensorMode) -> list[A
         args, kwargs = given
         value = _functional(node.target)(*args, **kwargs)  # type: ignore[misc, arg-type]
     old = whole[0].meta["val"]
-    same = isinstance(value, Tensor) and value.dtype == old.dtype and value.shape == old.shape
-    return [value] if same else None
+    if not isinstance(value, Tensor) or value.dtype != old.dtype or value.shape != old.shape:
+        return None
+    return [value] if _strides(value) == _strides(old) else None
+
+
+def _strides(x: Tensor) -> list[int]:
+    """The strides of the dims with several elements: views depend on them."""
+    return [step for step, size in zip(x.stride(), x.shape, strict=True) if size != 1]
 
 
 def _is_same(a: fx.Node, b: fx.Node) -> bool:
