@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from as_eager import Program, assert_as_eager, assert_as_eager_on_ranks
 from ranks import Ranks
 from small_steps import step
+from tutti.capture.second_trace import functional
+from tutti.capture.step import capture
+from tutti.errors import CaptureError
 
 aten = torch.ops.aten
 Write = Callable[[Tensor], object]
@@ -113,3 +116,13 @@ def seen_strided() -> Program:
 
 def test_elements_in_the_order_of_memory() -> None:
     assert_as_eager(seen_strided, "data=2")
+
+
+def test_an_error_in_the_second_trace_names_the_users_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "order_may_change", lambda *args: False)
+    train_step, *rest, batch = masked()
+    with pytest.raises(CaptureError, match="Cannot view a tensor") as found:
+        capture(train_step, *rest, batch)
+    assert '"masked_fill_": lambda' in found.value.at
+    assert "masked_fill_" in found.value.why and "clone" in found.value.fix
+    assert isinstance(found.value.__cause__, ValueError)

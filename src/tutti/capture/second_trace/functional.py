@@ -28,7 +28,7 @@ from tutti.capture.second_trace.random_ops import (
 )
 from tutti.capture.second_trace.sharing import MemorySharing
 from tutti.capture.second_trace.verbatim import Copying, copyable
-from tutti.errors import CaptureError
+from tutti.errors import CaptureError, TuttiError
 from tutti.graph.edits.edit import NOTES
 from tutti.graph.edits.patch import replaced
 from tutti.graph.ops.fused_updates import BY_RECORDED, Kernel
@@ -57,7 +57,20 @@ class _Replay(Copying):
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = n
-        return super().run_node(n)
+        try:
+            return super().run_node(n)
+        except TuttiError:
+            raise
+        except Exception as error:
+            first = str(error).strip().partition("\n")[0] or "no message"
+            raise CaptureError(
+                f"{type(error).__name__} while the writes of the step became new values: {first}",
+                at=self._line,
+                why=f"{n.target} has passed the first trace, but not the second, where a write makes a new "
+                "tensor: this is a mistake of tutti",
+                fix="write into no view around this line: clone the tensor first, or take an op that returns "
+                "a new one (x = x.mul(2) for x.mul_(2)); report it with the traceback of the cause",
+            ) from error
 
     @property
     def _line(self) -> str:
