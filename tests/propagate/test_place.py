@@ -186,3 +186,27 @@ def test_a_tied_weight_has_one_sharding() -> None:
     ):
         with pytest.raises(ShardingError, match=r'"head\.weight" is tied to "table\.weight"'):
             tied(place)
+
+
+@pytest.mark.parametrize("groups", [2, 4, 8], ids=lambda n: f"{n} groups")
+def test_a_group_norm_is_split_by_groups(groups: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 3), nn.GroupNorm(groups, 8), nn.SiLU(), nn.Conv2d(8, 4, 3)
+    ).double()
+    optimizer, x = torch.optim.SGD(model.parameters(), 0.1), torch.randn(4, 4, 6, 6).double()
+    layout, whole = Layout.parse("data=2 tensor=2"), {"1.*": "tensor"}
+    built = Subject(trained(squares), model, optimizer, (x,))
+    found = built.program(layout, whole)
+    assert found.fallbacks == []
+    verdict = built.verdict(layout, program=found)
+    assert verdict.ok, str(verdict)
+
+
+def test_a_group_norm_is_not_split_within_a_group() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.GroupNorm(1, 8))
+    built = Subject(
+        trained(squares), model, torch.optim.SGD(model.parameters(), 0.1), (torch.randn(4, 4),)
+    )
+    with pytest.raises(ShardingError, match=r'native_group_norm cannot take "1\.weight" split'):
+        built.program(Layout.parse("tensor=2"), {"1.weight": "tensor"})

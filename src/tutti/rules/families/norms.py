@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -109,42 +110,45 @@ def _batch_norm_backward(node: fx.Node) -> Rule:
     return Rule(operands, results, sizes, whole if training else frozenset(), linear=linear)
 
 
+def _group_terms(x: tuple[int, ...], num_groups: int) -> tuple[Term, Term, Term, dict[str, int]]:
+    """Terms of the input, the statistics and the weight: samples and groups (runs of channels) split."""
+    sizes = {"n": x[0], "g": num_groups, "c": x[1] // num_groups}
+    channel = tuple(f for f in ("g", "c") if sizes[f] > 1)
+    full: Term = (("n",), channel, *((),) * (len(x) - 2))
+    return full, (("n",), channel[:1] if num_groups > 1 else ()), (channel,), sizes
+
+
 def _group_norm(node: fx.Node) -> Rule:
-    """Samples split freely; channels and space stay whole (groups are runs of channels)."""
-    x = shape(node.args[0])
-    term: Term = (("n",),) + ((),) * (len(x) - 1)
-    operands = (term,) + (((),),) * (len(operands_of(node)) - 1)
-    stats: Term = (("n",), ())
-    return Rule(operands, (term, stats, stats), {"n": x[0]}, parts={"n": _group_norm_part})
-
-
-def _group_norm_part(part: Any) -> fx.Node:
-    args = list(part.args)
-    args[3] = int(args[0].meta["val"].shape[0])
-    return part.emit(part.node.target, *args, **part.kwargs)
+    num_groups: Any = node.args[6]
+    full, stats, weight, sizes = _group_terms(shape(node.args[0]), num_groups)
+    operands = (full,) + (weight,) * (len(operands_of(node)) - 1)
+    parts = dict.fromkeys(("n", *stats[1]), _group_norm_part(3))
+    return Rule(operands, (full, stats, stats), sizes, frozenset("c"), parts=parts)
 
 
 def _group_norm_backward(node: fx.Node) -> Rule:
-    x = shape(node.args[1])
-    term: Term = (("n",),) + ((),) * (len(x) - 1)
-    stats: Term = (("n",), ())
-    operands = (term, term, stats, stats) + (((),),) * (len(operands_of(node)) - 4)
+    num_groups: Any = node.args[8]
+    full, stats, weight, sizes = _group_terms(shape(node.args[1]), num_groups)
+    operands = (full, full, stats, stats) + (weight,) * (len(operands_of(node)) - 4)
     results = tuple(
-        () if r is None else t for r, t in zip(results_of(node), (term, ((),), ((),)), strict=True)
+        () if r is None else t
+        for r, t in zip(results_of(node), (full, weight, weight), strict=True)
     )
-    return Rule(
-        operands,
-        results,
-        {"n": x[0]},
-        linear=groups((0,)),
-        parts={"n": _group_norm_backward_part},
-    )
+    parts = dict.fromkeys(("n", *stats[1]), _group_norm_part(5))
+    return Rule(operands, results, sizes, frozenset("c"), linear=groups((0,)), parts=parts)
 
 
-def _group_norm_backward_part(part: Any) -> fx.Node:
-    args = list(part.args)
-    args[5] = int(args[0].meta["val"].shape[0])
-    return part.emit(part.node.target, *args, **part.kwargs)
+def _group_norm_part(first: int) -> Callable[[Any], fx.Node]:
+    """The op on some samples and groups; their numbers begin at argument `first`."""
+
+    def part(part: Any) -> fx.Node:
+        args = list(part.args)
+        samples, channels = map(int, args[0].meta["val"].shape[:2])
+        of_group = args[first + 1] // args[first + 3]
+        args[first], args[first + 1], args[first + 3] = samples, channels, channels // of_group
+        return part.emit(part.node.target, *args, **part.kwargs)
+
+    return part
 
 
 def _weight_norm(node: fx.Node) -> Rule:

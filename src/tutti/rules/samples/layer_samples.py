@@ -30,6 +30,8 @@ NORMS = [
            f(0), False, 1e-5, [True, True, True]),
     sample("native_group_norm", f(4, 6, 2, 3), f(6), f(6), 4, 6, 6, 2, 1e-5),
     sample("native_group_norm", f(4, 6, 2, 3), None, None, 4, 6, 6, 3, 1e-5),
+    sample("native_group_norm", f(4, 6), f(6), None, 4, 6, 1, 6, 1e-5),
+    sample("native_group_norm", f(4, 6), f(6), f(6), 4, 6, 1, 1, 1e-5),
     sample("native_group_norm_backward", f(4, 6, 2, 3), f(4, 6, 2, 3), f(4, 2), positive(4, 2), f(6),
            4, 6, 6, 2, [True, True, True]),
     sample("native_group_norm_backward", f(4, 6, 2, 3), f(4, 6, 2, 3), f(4, 2), positive(4, 2), None,
