@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
 import tutti
 from as_eager import Program, assert_as_eager, assert_as_eager_on_ranks
 from gradient_programs import losing_output as of
 from ranks import Ranks
+from tutti.capture.python import known_values
+from tutti.capture.python.assumed_values import Assumed
 from tutti.capture.python.read_values import ITEM
 from tutti.capture.step import capture
 from tutti.errors import CaptureError
@@ -200,3 +202,22 @@ def test_a_constant_on_a_device_that_is_not_here() -> None:
     step, model, optimizer, batch = of(loss)
     with pytest.raises(CaptureError, match="plain number of a tensor's value"):
         tutti.distribute(step, model, optimizer, "")(*batch)
+
+
+def test_a_loop_looks_no_turn_through_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[fx.Node] = []
+    is_known = known_values._is_known
+    monkeypatch.setattr(
+        known_values, "_is_known", lambda node: (looked.append(node), is_known(node))[1]
+    )
+
+    def loss(z: Tensor) -> Tensor:
+        for _ in range(40):
+            z = z * 0.5
+            if z.sum().item() > 100:
+                z = z + 1
+        return z.square().mean()
+
+    step, model, optimizer, batch = of(loss)
+    capture(step, model, optimizer, batch, assumed=Assumed())
+    assert len(looked) < 40 * 4 * 2  # four ops a turn

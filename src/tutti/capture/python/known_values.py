@@ -7,8 +7,9 @@ trace: it may be a size, a dim, a plain number or a text.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, fx
@@ -30,6 +31,8 @@ _OF_FORMS = frozenset(
         *(aten.empty_like.default, aten.new_empty.default),
     )
 )
+# Nodes that depend on an input or on random numbers: each turn of a loop reads those of the turns before.
+_UNKNOWN_NODES: WeakSet[fx.Node] = WeakSet()
 # What `known` returns for a tensor that depends on an input or on random numbers.
 UNKNOWN: Any = object()
 
@@ -55,16 +58,29 @@ def known(x: Tensor, read: Callable[[Tensor], Any]) -> Any:
 
 def _made_of(node: fx.Node) -> list[fx.Node]:
     """The nodes of which `node` is made, and itself, in order; none if one of them is not known."""
-    found, left = {node}, [node]
+    readers: dict[fx.Node, fx.Node | None] = {node: None}
+    left = [node]
     while left:
         one = left.pop()
-        if not _is_known(one) or len(found) > _MOST_NODES:
+        if len(readers) > _MOST_NODES:
+            return []
+        if one in _UNKNOWN_NODES or not _is_known(one):
+            _UNKNOWN_NODES.update(_with_readers(one, readers))
             return []
         given = () if one.target in _OF_FORMS else one.all_input_nodes
-        new = [n for n in given if n not in found]
-        found.update(new)
+        new = [n for n in given if n not in readers]
+        readers |= dict.fromkeys(new, one)
         left += new
-    return sorted(found)
+    return sorted(readers)
+
+
+def _with_readers(node: fx.Node, readers: Mapping[fx.Node, fx.Node | None]) -> list[fx.Node]:
+    """A node, the one that reads it, and so on."""
+    found, reader = [node], readers[node]
+    while reader is not None:
+        found.append(reader)
+        reader = readers[reader]
+    return found
 
 
 def _is_known(node: fx.Node) -> bool:
