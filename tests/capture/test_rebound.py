@@ -224,3 +224,21 @@ def test_data_is_that_of_pytorch_again() -> None:
     given = torch.ones(3)
     model.bias.data = given
     assert model.bias.data_ptr() == given.data_ptr()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_state_of_an_optimizer_that_the_step_removes(whole: bool) -> None:
+    model = nn.Linear(4, 2)
+
+    def removing(model: Any, optimizer: Any, x: Tensor) -> Tensor:
+        loss = step(model, optimizer, x)
+        if whole:
+            optimizer.state.clear()
+        else:
+            optimizer.state.pop(model.weight)
+        return loss
+
+    told = r'removes "optim\.weight\.momentum_buffer" from the state'
+    with pytest.raises(CaptureError, match=told) as found:
+        capture(removing, model, SGD(model.parameters(), 0.1, momentum=0.9), (batches()[0],))
+    assert 'state[p]["momentum_buffer"].zero_()' in found.value.fix

@@ -105,6 +105,14 @@ def _refuse_other(entry: StateTensor, put: Tensor, values: list[Any], at: str) -
             fix="buffer.copy_(value)",
         )
     value = values[0]
+    if value is None and entry.kind == "slot":
+        raise CaptureError(
+            f'the step removes "{entry.name}" from the state of the optimizer',
+            at=at,
+            why="a step is captured with this state, and is the same at every call",
+            fix=f'optimizer.state[p]["{entry.slot}"].zero_() in place of state.clear() or .pop(p); or remove '
+            "it between two calls of the step",
+        )
     if not isinstance(value, Tensor):
         raise CaptureError(
             f'the step replaces "{entry.name}" by {value!r:.40}',
