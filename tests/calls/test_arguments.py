@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import functools
 import math
-from collections import defaultdict, deque
+from collections import ChainMap, UserDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,11 +168,42 @@ def _options(model: Any, optimizer: Any) -> Any:
     return argparse.Namespace(scale=1.5, loss=F.mse_loss, inner={"weight": 0.5}, path=Path("/"))
 
 
+class Tools:
+    """A trainer, with its model and a tensor of its own."""
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.weight, self.meter = torch.tensor(0.5), Meter()
+        self.last: Any = None
+
+
+def trains(model: Any, optimizer: Any, x: Tensor, y: Tensor, tools: Any) -> Tensor:
+    loss = F.mse_loss(tools.model(x), y) * tools.weight
+    tools.last = _updated(model, tools.optimizer, loss).detach()
+    tools.meter.update(tools.last.item())
+    return loss
+
+
+def uses_both(model: Any, optimizer: Any, x: Tensor, y: Tensor, tools: Any) -> Tensor:
+    loss = _fit(model, optimizer, x, y)
+    tools["average"].update(model)
+    tools["meter"].update(loss.item())
+    return loss
+
+
+def adds(model: Any, optimizer: Any, x: Tensor, y: Tensor, totals: Any) -> Tensor:
+    loss = _fit(model, optimizer, x, y)
+    totals["loss"] += loss.detach()
+    return loss
+
+
 def _values(x: Any) -> Any:
     """Numbers to compare in an argument."""
     if isinstance(x, Tensor):
         return x.detach().clone()
-    if isinstance(x, dict):
+    if isinstance(x, nn.Module | torch.optim.Optimizer):
+        return None
+    if isinstance(x, dict | UserDict | ChainMap):
         return {key: _values(value) for key, value in x.items()}
     if isinstance(x, list | deque):
         return [_values(one) for one in x]
@@ -196,6 +227,15 @@ CASES: dict[str, tuple[Any, Callable[[Any, Any], Any], Any]] = {
     "weights in place": (follows, lambda m, o: Averaged(m, in_place=True), None),
     "hidden state": (remembers, lambda m, o: {"hidden": torch.zeros(8, 4).double()}, None),
     "options": (configured, _options, _later_scale),
+    "dict in an object": (logs, lambda m, o: UserDict(), None),
+    "dicts": (logs, lambda m, o: ChainMap({}, {"other": 1}), None),
+    "trainer": (trains, Tools, None),
+    "average and meter": (
+        uses_both,
+        lambda m, o: {"average": Averaged(m, in_place=True), "meter": Meter()},
+        None,
+    ),
+    "sum": (adds, lambda m, o: {"loss": torch.zeros(()).double()}, None),
     "scheduler": (schedules, lambda m, o: StepLR(o, 2, 0.5), None),
     "scaler": (scales, lambda m, o: torch.amp.GradScaler("cpu", 4.0, growth_interval=2), None),
     "record": (counts, lambda m, o: Settings(), _later_scale),
@@ -339,6 +379,54 @@ def test_an_integer_that_changes_is_an_input(ranks: Ranks, name: str, traces: in
 
 
 # Containers that hold tensors
+
+
+SEEN: dict[str, Any] = {"count": 0, "losses": [], "scale": 1.0}
+
+
+@dataclasses.dataclass
+class Sample:
+    """A batch with a method that reads and changes a global."""
+
+    x: Tensor
+
+    def loss(self, model: Any) -> Tensor:
+        SEEN["count"] += 1
+        loss = model(self.x).square().mean() * SEEN["count"] * SEEN["scale"]
+        SEEN["losses"].append(loss.item())
+        return loss
+
+
+def by_method(model: Any, batch: Sample) -> Tensor:
+    return batch.loss(model)
+
+
+def test_a_method_of_a_batch_changes_a_global() -> None:
+    model = _model()
+
+    def calls(step: Any) -> list[Any]:
+        SEEN.update(count=0, losses=[], scale=1.0)
+        found = []
+        for k in range(4):
+            found += [float(step(Sample(_batch(k)[0]))), _values(SEEN)]
+            SEEN["scale"] += 0.5
+        return found
+
+    made = calls(tutti.distribute(by_method, model, None))
+    _assert_same(made, calls(lambda batch: by_method(model, batch)))
+
+
+def takes(model: Any, batch: dict[str, Any]) -> Tensor:
+    factor = 2.0 if batch.pop("first", False) else 1.0
+    return model(batch["x"]).sum() * factor
+
+
+def test_what_a_step_removes_from_a_batch_is_gone() -> None:
+    model, mine, expected = _model(), _container() | {"first": True}, _container() | {"first": True}
+    step = tutti.distribute(takes, model, None)
+    for _ in range(3):
+        torch.testing.assert_close(float(step(mine)), float(takes(model, expected)))
+        assert mine.keys() == expected.keys()
 
 
 def counts_in_batch(model: Any, batch: dict[str, Any]) -> Tensor:

@@ -105,7 +105,7 @@ class PythonValues:
         Raises `CaptureError` for a container that the last call has changed on one device only.
         """
         others = [x for x in batch if not is_batch(x)]
-        if self._takes_all_apart and are_same(others, self._others):
+        if self._takes_all_apart and not self.places and are_same(others, self._others):
             return batch
         now = dict(arguments_in(batch))
         last, self._changed_last = self._changed_last, ()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.capture.default_device import users_default
-from tutti.capture.forms import flattened, holds_tensors
+from tutti.capture.forms import flattened, holds_tensors, is_container
 from tutti.capture.handed import (
     ArgumentsAhead,
     Place,
@@ -51,8 +51,16 @@ def taken(batch: Any, keywords: Mapping[str, Any] | None = None) -> tuple[Any, .
     if others:
         as_they_are = objects_in(whole)
         for place, argument in arguments_in(whole):
-            for x in flattened(argument)[0]:
-                check(x, constant=place not in as_they_are)
+            is_object = place in as_they_are
+            inside = flattened(argument)[0]
+            if (
+                is_object
+                and is_container(argument)
+                and not isinstance(argument, dict | list | tuple)
+            ):
+                inside = []  # a trainer may hold its model
+            for x in inside:
+                check(x, constant=not is_object)
     if any(isinstance(x, np.generic) for x in others):
         return tree_unflatten([_number(x) for x in leaves], form)
     return whole

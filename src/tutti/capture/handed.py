@@ -10,6 +10,8 @@ and the lists and dicts of plain values that a trace has seen the step change.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import functools
 import types
@@ -19,12 +21,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tutti.capture.forms import Attribute, entries_of, is_container
 from tutti.capture.keywords import Keywords
 from tutti.capture.python.left_values import computed_from
 from tutti.capture.python.plain_values import equal
-from tutti.capture.python.reach import OF_TRAINING, PLAIN, has_attributes, is_library
+from tutti.capture.python.reach import OF_TRAINING, PLAIN, has_attributes, is_library, is_users
 from tutti.errors import CaptureError
 from tutti.torch_private.pytrees import tree_leaves, tree_map_only
 from tutti.user_lines import quoted, user_line
@@ -131,15 +134,49 @@ def _is_object(x: Any) -> bool:
     if isinstance(x, OF_TRAINING):
         return True
     leaves = tree_leaves(x)
+    if not isinstance(x, dict | list | tuple) and any(map(_is_trained, leaves)):
+        return True  # a trainer
     return not any(isinstance(y, Tensor) for y in leaves) and any(map(_has_code, leaves))
 
 
-def has_state(x: Any) -> bool:
-    """Whether an argument is an object of a class of the user's program, such as a moving average of weights:
+def _is_trained(x: Any) -> bool:
+    return isinstance(x, nn.Module | Optimizer)
+
+
+def kinds_in(batch: Sequence[Any]) -> list[type]:
+    """The classes of the containers in a batch, without those of Python and PyTorch; in order."""
+    every = (x for _, argument in arguments_in(batch) for _, x in _by_path(argument))
+    found = dict.fromkeys(x for x in every if isinstance(x, type))
+    return [kind for kind in found if is_users(kind.__module__)]
+
+
+def has_state(x: Any, path: Path) -> bool:
+    """Whether a place in an argument is in an object of the user's program, as in an average of weights:
     a change of its tensors is no change of a batch."""
-    kind = type(x)
+    return any(_is_stateful(one, library=False) for one in _on(x, path))
+
+
+def holds_written(x: Any, written: Tensor) -> bool:
+    """Whether an argument holds a tensor, which the step writes in place, as state: in an object that has no
+    items, or as a number among plain values."""
+    path = next((path for path, y in _by_path(x) if y is written), ())
+    if any(_is_stateful(one, library=True) for one in _on(x, path)):
+        return True
+    return bool(path) and all(y.dim() == 0 for y in tree_leaves(x) if isinstance(y, Tensor))
+
+
+def _on(x: Any, path: Path) -> Iterator[Any]:
+    """The containers on the way to a place."""
+    for k in range(len(path)):
+        with contextlib.suppress(AttributeError, LookupError, TypeError):
+            yield _inside(x, path[:k])
+
+
+def _is_stateful(x: Any, *, library: bool) -> bool:
     plain = isinstance(x, (Tensor, dict, list, tuple)) or dataclasses.is_dataclass(x)
-    return not plain and has_attributes(x) and not is_library(kind.__module__)
+    if plain or not has_attributes(x):
+        return False
+    return not hasattr(x, "__getitem__") if library else not is_library(type(x).__module__)
 
 
 def _has_code(x: Any) -> bool:
@@ -168,6 +205,19 @@ class Containers:
             for place, x in arguments_in(batch)
             if not isinstance(x, (Tensor, Handed, *PLAIN))
         ]
+        self._objects = [
+            (place, inner, _Attributes(inner))
+            for place, _, before in self._given
+            for inner in before.values()
+            if _has_code(inner) and not isinstance(inner, nn.Module) and hasattr(inner, "__dict__")
+        ]
+        self._other_objects = set[Place]()
+
+    def put_back(self) -> None:
+        """Restore the objects in containers, which are those of the caller."""
+        for place, inner, attributes in self._objects:
+            if attributes.put_back(inner):
+                self._other_objects.add(place)
 
     def changes(self, weights: Sequence[Tensor]) -> Changes:
         """What the step has changed in containers with tensors.
@@ -175,16 +225,15 @@ class Containers:
         Raises `ArgumentsAhead` if it has changed others, or keeps state in one: a tensor computed from the
         one before and from `weights`, as the hidden state of a recurrent network.
         """
-        plain, found = set[Place](), Changes()
+        plain, found = set(self._other_objects), Changes()
         for place, x, before in self._given:
             now = dict(_by_path(x))
             if any(isinstance(y, Tensor) for y in before.values()):
                 found.add(place, before, now)
                 lost = [now[path] for at, path in found.lost if at == place and path in before]
                 tensors = [y for y in lost if isinstance(y, Tensor)]
-                if (found.loses(place) and has_state(x)) or any(
-                    computed_from(y, weights) for y in tensors
-                ):
+                in_objects = any(at == place and has_state(x, path) for at, path in found.lost)
+                if in_objects or any(computed_from(y, weights) for y in tensors):
                     plain.add(place)
             elif before.keys() != now.keys() or not all(_is_same(before[k], now[k]) for k in now):
                 plain.add(place)
@@ -193,21 +242,54 @@ class Containers:
         return found
 
 
+class _Attributes:
+    """The attributes of an object, and what is in those that are lists, dicts and sets."""
+
+    def __init__(self, x: Any) -> None:
+        self._held = dict(vars(x))
+        self._inside = {k: copy.copy(v) for k, v in vars(x).items() if type(v) in _COPIED}
+
+    def put_back(self, x: Any) -> bool:
+        """Restore them; whether one has changed."""
+        now = vars(x)
+        same = now.keys() == self._held.keys() and all(now[k] is v for k, v in self._held.items())
+        if not same:
+            now.clear()
+            now.update(self._held)
+        for key, before in self._inside.items():
+            value = self._held[key]
+            if _ids(value) != _ids(before):
+                same = False
+                value.clear()
+                (value.extend if isinstance(value, list | deque) else value.update)(before)
+        return not same
+
+
+_COPIED = (list, dict, set, deque)
+
+
+def _ids(x: Any) -> list[int]:
+    values = [*x, *x.values()] if isinstance(x, dict) else x
+    return [*map(id, values)]
+
+
 @dataclass
 class Changes:
     """The changes of a step in containers with tensors.
 
     Args:
         written: plain values: the place of the argument, the path in it, and the value.
+        removed: the place and path of items that the step has removed from dicts.
         lost: places and paths of other changes that a further call with the same container would see: the
             step computes a tensor from the one in its place, or adds it to a list.
     """
 
     written: list[tuple[Place, Path, Any]] = field(default_factory=list)
+    removed: list[tuple[Place, Path]] = field(default_factory=list)
     lost: list[tuple[Place, Path]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.written or self.lost)
+        return bool(self.written or self.removed or self.lost)
 
     def add(self, place: Place, before: Mapping[Path, Any], now: Mapping[Path, Any]) -> None:
         """Note the changes of an argument, given by the path of each value."""
@@ -222,34 +304,42 @@ class Changes:
                 self.written.append((place, path, value))
             elif (path not in before and in_list) or (path in before and _is_other(old, value)):
                 self.lost.append((place, path))
-        gone = before.keys() - now.keys()
-        if any(before.get(path[:-1]) in (list, deque) for path in gone):
-            self.lost.append((place, ()))
+        for path in before.keys() - now.keys():
+            if before.get(path[:-1]) in (list, deque):
+                self.lost.append((place, path))
+            elif path[:-1] in now and not isinstance(path[-1], Attribute):
+                self.removed.append((place, path))
 
     def loses(self, place: Place) -> bool:
         """Whether a change of the argument at a place is lost."""
         return any(at == place for at, _ in self.lost)
 
     def write(self, batch: Batch) -> None:
-        """Write the plain values into the arguments of a call."""
+        """Write the plain values into the arguments of a call, and remove what the step has removed."""
         given = dict(arguments_in(batch))
         for place, path, value in self.written:
             _put(given[place], path, value)
+        for place, path in self.removed:
+            _inside(given[place], path[:-1]).pop(path[-1], None)
 
 
 _NOTHING = object()
 
 
-def _put(x: Any, path: Path, value: Any) -> None:
-    for key in path[:-1]:
+def _inside(x: Any, path: Path) -> Any:
+    for key in path:
         x = getattr(x, key.name) if isinstance(key, Attribute) else x[key]
-    key = path[-1]
+    return x
+
+
+def _put(x: Any, path: Path, value: Any) -> None:
+    held, key = _inside(x, path[:-1]), path[-1]
     if isinstance(key, Attribute):
-        setattr(x, key.name, value)
-    elif isinstance(x, list | deque) and key >= len(x):
-        x.append(value)
+        setattr(held, key.name, value)
+    elif isinstance(held, list | deque) and key >= len(held):
+        held.append(value)
     else:
-        x[key] = value
+        held[key] = value
 
 
 def _by_path(x: Any, path: Path = (), outer: tuple[int, ...] = ()) -> Iterator[tuple[Path, Any]]:

@@ -17,7 +17,14 @@ from torch.optim import Optimizer
 import tutti.capture.python.outside_kept  # noqa: F401  # which registers itself for trial steps
 from tutti.capture.batch import argument_with, called, name_of, taken
 from tutti.capture.forms import flattened, returnable
-from tutti.capture.handed import ArgumentsAhead, Changes, Containers, arguments_of, has_state
+from tutti.capture.handed import (
+    ArgumentsAhead,
+    Changes,
+    Containers,
+    arguments_of,
+    holds_written,
+    kinds_in,
+)
 from tutti.capture.one_process import communicating_ops, one_process
 from tutti.capture.precision import computing, refuse_other_weights
 from tutti.capture.python.appended import TraceAgain
@@ -203,6 +210,7 @@ def capture(
     batch = dense(taken(batch))
     leaves, spec = flattened(batch)
 
+    findings.kinds |= dict.fromkeys(kinds_in(batch))
     given = train_step, model, optimizers_of(optimizer), findings, arguments_of(batch)
     walked = [PythonState(*given)]
     findings.expect(walked[0])
@@ -519,7 +527,10 @@ class _Lifted:
                 read_once_watched(self.python.tables),
                 options_watched(self.optimizer) as self.options,
             ):
-                result = called(self.train_step, args, batch)
+                try:
+                    result = called(self.train_step, args, batch)
+                finally:
+                    containers.put_back()
                 attributes.take_back({id(table.find()) for table in self.python.tables})
                 self.changes = containers.changes(flat[: len(self.state)])
             self.grads.end()
@@ -570,7 +581,7 @@ class _Lifted:
     def hand_over_written(self, number: int) -> None:
         """Raise `ArgumentsAhead` if a tensor of the batch, by its number, is state of an object."""
         place, argument = argument_with(tree_unflatten(self.leaves, self.spec), number)
-        if has_state(argument):
+        if holds_written(argument, self.leaves[self.tensor_leaves[number]]):
             raise ArgumentsAhead([place])
 
     def name_in_call(self, number: int) -> str:

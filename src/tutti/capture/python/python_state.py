@@ -138,6 +138,7 @@ class Findings:
         held: by id, tensors whose ids the step's Python has: no other object may get these ids.
         ids: of the model's tensors, each with the tensor's number.
         loops: the lines of reads in loops.
+        kinds: the classes of containers in batches, of which the step may call methods; in order.
     """
 
     varying: set[str] = field(default_factory=set)
@@ -148,6 +149,7 @@ class Findings:
     held: dict[int, Tensor] = field(default_factory=dict)
     ids: dict[int, int] = field(default_factory=dict)
     loops: set[Site] = field(default_factory=set)
+    kinds: dict[type, None] = field(default_factory=dict)
     _expected: bool = False
 
     def is_unread(self, name: str) -> bool:
@@ -198,7 +200,7 @@ class PythonState:
         self.findings = findings
         # Later ones are shards, while keys may be ids of the first ones.
         findings.ids |= {id(x): i for i, x in enumerate((*model.parameters(), *model.buffers()))}
-        reached = reach(step, model, optimizers, findings.ids, arguments)
+        reached = reach(step, model, optimizers, findings.ids, arguments, findings.kinds)
         self.states = {id(one.state): one for one in optimizers}
         self.states |= {id(x): one for one in optimizers for x in one.state.values()}
         self._stored, self.names, self.scopes = reached.stored, reached.names, reached.scopes

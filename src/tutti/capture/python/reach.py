@@ -94,16 +94,17 @@ def reach(
     optimizers: Sequence[Optimizer],
     ids: Mapping[int, int] = types.MappingProxyType({}),
     arguments: Mapping[str, Any] = types.MappingProxyType({}),
+    kinds: Iterable[type] = (),
 ) -> Reached:
     """The tables that `step` reaches, and the attributes of `model` and of `optimizers`.
 
     The order is the same at every call of the same program. `ids` are those of tensors, with their numbers;
-    `arguments` those that the step gets as they are, by name.
+    `arguments` those that the step gets as they are, by name; `kinds` the classes of other arguments.
     """
     names: set[str] = set()
     while True:
         walk = _Walk(names, model, optimizers, ids)
-        walk.go(step, arguments)
+        walk.go(step, arguments, kinds)
         if len(walk.names) == len(names):
             return Reached(walk.tables, frozenset(walk.stored), walk.known, walk.asking)
         names = set(walk.names)
@@ -135,7 +136,7 @@ class _Walk:
         self._whole: dict[int, int] = {}
         self._todo: collections.deque[Callable[[], None]] = collections.deque()
 
-    def go(self, step: Any, arguments: Mapping[str, Any]) -> None:
+    def go(self, step: Any, arguments: Mapping[str, Any], kinds: Iterable[type]) -> None:
         self._value(step, "")
         for path, module in self._model.named_modules():
             self._module(module, f"{path}." if path else "")
@@ -143,6 +144,9 @@ class _Walk:
             self._value(hook, "a hook")
         for k, one in enumerate(self._optimizers):
             self._optimizer(one, f"optim{k}" if k else "optim")
+        for kind in kinds:
+            self._data_of(kind)
+            self._methods(kind)
         self._finish()
         if arguments:
             at = len(self.tables)
@@ -212,10 +216,12 @@ class _Walk:
             return self._dict
         if isinstance(value, list | tuple | collections.deque):
             return self._sequence
+        if isinstance(value, collections.UserDict | collections.UserList | collections.ChainMap):
+            return self._wrapper
         if isinstance(value, type):
-            return self._class if _is_users(value.__module__) else None
+            return self._class if is_users(value.__module__) else None
         if isinstance(value, types.ModuleType):
-            return self._python_module if _is_users(value.__name__) else None
+            return self._python_module if is_users(value.__name__) else None
         if hasattr(value, "__wrapped__") and callable(value):  # functools.cache and the like
             return lambda x, path: self._value(x.__wrapped__, path)
         return self._object if has_attributes(value) else None
@@ -246,7 +252,7 @@ class _Walk:
                 self._asking[name][id(scope)] = scope
                 uses = self._uses.get((name, id(scope)), frozenset())
                 self._uses[name, id(scope)] = uses | _uses(code, name)
-        if library and not _is_users(function.__module__ or ""):
+        if library and not is_users(function.__module__ or ""):
             return
         mentioned = _mentioned(code) & scope.keys()
         for name in sorted(mentioned & _globals_of(code)) if mentioned else ():
@@ -295,6 +301,13 @@ class _Walk:
                 self._value(value, f"{path}[{self.tables[-1].text(key):.40}]")
         if has_attributes(table):
             self._object(table, path)
+
+    def _wrapper(self, value: Any, path: str) -> None:
+        """A dict or a list of Python's library in an object."""
+        inner = value.maps if isinstance(value, collections.ChainMap) else value.data
+        self._value(inner, path)
+        if has_attributes(value):
+            self._object(value, path)
 
     def _sequence(self, items: Any, path: str) -> None:
         values = plain_sequence(items)
@@ -414,7 +427,7 @@ class _Walk:
         """The code of a class: methods whose names are in code, and methods that Python calls itself."""
         called = _CALLED if called is None else called
         for base in kind.__mro__:
-            if not _is_users(base.__module__):
+            if not is_users(base.__module__):
                 continue
             for name, held in list(vars(base).items()):
                 if not (name in self.known or name in called):
@@ -565,7 +578,7 @@ def _is_data(name: str, held: Any) -> bool:
 
 
 @functools.cache
-def _is_users(module: str) -> bool:
+def is_users(module: str) -> bool:
     """Whether a module, by name, is not of Python, torch or tutti."""
     root = module.partition(".")[0]
     return root not in sys.stdlib_module_names and root not in (
@@ -580,7 +593,7 @@ def _is_users(module: str) -> bool:
 def is_library(module: str) -> bool:
     """Whether a module, by name, is installed, and not part of the user's program."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return not _is_users(module) or any(f"{os.sep}{name}{os.sep}" in file for name in _INSTALLED)
+    return not is_users(module) or any(f"{os.sep}{name}{os.sep}" in file for name in _INSTALLED)
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -595,7 +608,7 @@ def has_attributes(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, _WHOLE):
         return True
-    if not _is_users(kind.__module__):
+    if not is_users(kind.__module__):
         return False
     return isinstance(getattr(value, "__dict__", None), dict) or bool(_slots(kind))
 
