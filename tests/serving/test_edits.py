@@ -19,8 +19,15 @@ SCRIPT = Path(__file__).parent / "editing_script.py"
 
 
 def run(directory: Path, layout: str, how: str) -> subprocess.CompletedProcess[str]:
+    return run_script(SCRIPT, directory, layout, how)
+
+
+def run_script(
+    script: Path, directory: Path, layout: str, how: str
+) -> subprocess.CompletedProcess[str]:
+    """A run of `script`, or without a layout one process of it, which writes DIRECTORY/found."""
     words = ["-m", "tutti", "run", "--layout", layout] if layout else []
-    words += [str(SCRIPT), str(directory / "found"), how]
+    words += [str(script), str(directory / "found"), how]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TUTTI_TIMEOUT": "60"}
     return forked.run(words, env=env, cwd=directory, timeout=120)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -17,6 +18,7 @@ from ranks import Ranks
 from server.split.test_rows import Tables, batch, train_step
 from serving.test_worker_side import OneServer
 from tutti.environment import ROLE, SERVERS
+from tutti.errors import ServerError
 from tutti.replicas.replica_rows import rows as rows_of_replica
 from tutti.serving import worker_side
 
@@ -72,6 +74,8 @@ def _train() -> tuple[bool, int]:
             own = rows_of_replica(batch(k, rows), 0, 2)
             expected = train_step(plain, plain_optimizer, *own)
             close(step(*batch(k, rows)), expected.detach())
+            with pytest.raises(ServerError, match="travels by row: between steps a worker"):
+                model(batch(0)[0])
             close(look(*batch(0)), _look(plain, *batch(0)).detach())
 
         close(look(*batch(0)), _look(plain, *batch(0)).detach())
@@ -82,7 +86,7 @@ def _train() -> tuple[bool, int]:
             n for n, x in kept.items() if isinstance(x, DTensor) and x.placements[0].is_shard()
         }
         assert {"head.weight", "optim.head.weight.exp_avg"} <= sharded
-        assert not optimizer.state
+        assert not optimizer.state and not model.large.weight.to_local().isnan().any()
         whole = {n: x.clone() for n, x in _whole(kept).items()}
         for name, p in plain.named_parameters():
             close(whole[name], p.detach())

@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 from tutti.torch_private.module_tables import (
     FLAT_WEIGHTS,
     OF_TENSORS,
+    TENSOR_HOOKS,
     buffers_of,
     children_of,
     count_as_parameter,
@@ -122,6 +123,7 @@ def test_hooks_of_a_tensor_are_in_two_tables_which_another_tensor_can_share() ->
     on = old.register_hook(lambda grad: seen.append("on"))
     old.register_post_accumulate_grad_hook(lambda p: seen.append("after"))
     assert [len(table or ()) for table in hooks_of_tensor(old)] == [1, 1]
+    assert all(len(getattr(old, name)) == 1 for name in TENSOR_HOOKS)
     share_tensor_hooks(old, new)
     new.sum().backward()
     assert seen == ["on", "after"]

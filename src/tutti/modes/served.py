@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -82,7 +82,8 @@ class Served:
     def parts_of(self, batch: tuple[Any, ...]) -> tuple[Split, Program]:
         """The split step, and the program of a worker, without a run."""
         apart = consistency.parse(self.job.layout.sync).alone(0)
-        made, _, program = parts_of(self.job, batch, apart=apart)
+        with self._joined.opened() if self._joined is not None else nullcontext():
+            made, _, program = parts_of(self.job, batch, apart=apart)
         return made, program
 
     def program_of(self, batch: tuple[Any, ...]) -> Program:

@@ -1,7 +1,7 @@
 """Weights that the script has changed between two calls of a worker, whose weights are on servers.
 
 The next pull would overwrite them. A worker keeps a copy of the weights that it has last received, and
-compares; of tables that it pulls by rows it keeps only PyTorch's count of writes in place.
+compares; of a table that travels by row while the model has it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from tutti.errors import ServerError
 from tutti.launch.roles import Role
 from tutti.server.protocol.consistency import Consistency
 from tutti.server.protocol.update import ServedVariable
+from tutti.serving.absent_tables import is_absent
 from tutti.state.residence import local_of
-from tutti.torch_private.autograd_engine import version_of
 
 
 class Edits:
@@ -27,33 +27,32 @@ class Edits:
     """
 
     def __init__(self, variables: Iterable[ServedVariable]) -> None:
-        variables = list(variables)
-        self._names = [v.name for v in variables if not v.rows]
-        self._tables = [v.name for v in variables if v.rows]
+        self._names = [v.name for v in variables]
         self._received: dict[str, Tensor] = {}
-        self._versions: dict[str, int] = {}
+        self._begun = False
 
-    def note(self, state: Mapping[str, Tensor]) -> None:
-        """Note the weights as they are now."""
-        for name in self._names:
-            x, kept = local_of(state[name]).detach(), self._received.get(name)
-            if kept is None or kept.shape != x.shape or kept.dtype != x.dtype:
-                self._received[name] = x.clone()
-            else:
-                kept.copy_(x)
-        for name in self._tables:
-            self._versions[name] = version_of(local_of(state[name]))
+    def note(self, state: Mapping[str, Tensor], names: Iterable[str] | None = None) -> None:
+        """Note the weights (or those given) as they are now; an absent table is forgotten."""
+        self._begun = True
+        with torch.inference_mode(False):
+            for name in self._names if names is None else names:
+                if is_absent(state[name]):
+                    self._received.pop(name, None)
+                    continue
+                x, kept = local_of(state[name]).detach(), self._received.get(name)
+                if kept is None or kept.shape != x.shape or kept.dtype != x.dtype:
+                    self._received[name] = x.clone()
+                else:
+                    kept.copy_(x)
 
     def found(self, state: Mapping[str, Tensor]) -> list[str]:
         """The weights that have changed since the last note."""
-        found = [
-            name
-            for name, kept in self._received.items()
-            if not _same(local_of(state[name]).detach(), kept)
-        ]
-        return found + [
-            name for name, at in self._versions.items() if version_of(local_of(state[name])) != at
-        ]
+        here = (name for name in self._names if self._begun and not is_absent(state[name]))
+        return [name for name in here if not self._is_noted(name, state[name])]
+
+    def _is_noted(self, name: str, x: Tensor) -> bool:
+        kept = self._received.get(name)
+        return kept is not None and _same(local_of(x).detach(), kept)
 
 
 def _same(x: Tensor, kept: Tensor) -> bool:

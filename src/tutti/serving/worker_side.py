@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +32,7 @@ from tutti.server.split.two_levels import REPLICA, TwoLevels
 from tutti.server.split.updater import GraphUpdater, check_same
 from tutti.server.wire.client import Client
 from tutti.server.wire.worker_ranks import WorkerRanks
+from tutti.serving.absent_tables import AbsentTables
 from tutti.serving.edits import Edits, edited_alone, edited_apart
 from tutti.serving.server_side import whole_state
 from tutti.serving.worked import Worked, parts_of
@@ -53,6 +55,7 @@ class WorkerSide:
         self._updater: GraphUpdater | None = None
         self._numbers: Mapping[str, float] | None = None
         self._edits = Edits([])
+        self._absent = AbsentTables((), None)
         self._apart = self.consistency.alone(0)
         keep_freed_memory()
 
@@ -73,6 +76,14 @@ class WorkerSide:
 
     def compiled(self, batch: tuple[Any, ...]) -> Worked:
         """The executed step for a batch like this one; joins the servers if needed."""
+        with self.opened():
+            return self._compiled(batch)
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Inside, tables that travel by row are ordinary parameters, for their forms."""
+        return self._absent.opened(self.weights.state)
+
+    def _compiled(self, batch: tuple[Any, ...]) -> Worked:
         apart = self.apart
         if self._updater is not None:
             self.weights.make_slots(self._updater.variables)  # capture reads them
@@ -83,7 +94,7 @@ class WorkerSide:
         self.weights.forget_slots()
         self.weights.settle(program)
         if apart != self.apart:  # the other workers are apart already
-            return self.compiled(batch)
+            return self._compiled(batch)
         own = own_memory(state_of(self.job.model, None)) & set(program.captured.updated)
         for captured in (made.captured, program.captured):
             forget_values(captured.state)
@@ -122,12 +133,32 @@ class WorkerSide:
         """One step after `num_steps` others; its returned leaves."""
         state = self.weights.state
         self._take_over_edits(state)
+        whole = (self._tables or frozenset()) - {x.table for x in worked.part.lookups}
+        self._absent.show(state, whole)
+        try:
+            with self._absent.opened(state):
+                returned = self._called(worked, state, whole, given, tensors, num_steps, checked)
+        finally:
+            self._absent.hide(state)
+        self._edits.note(state)
+        return returned
+
+    def _called(
+        self,
+        worked: Worked,
+        state: Mapping[str, Tensor],
+        whole: frozenset[str],
+        given: Mapping[str, float],
+        tensors: list[Tensor],
+        num_steps: int,
+        checked: bool,
+    ) -> list[Any]:
         if worked.apart:
             tensors = replica_rows.rows(tensors, self.role.number, self.job.layout.num_replicas)
         tables = {x.table: x.unique(_named(tensors)) for x in worked.part.lookups}
         read = {x.table: _room(x, state[x.table]) for x in worked.part.lookups}
         wanted = {n: Rows(rows, read[n][: len(rows)]) for n, (rows, _) in tables.items()}
-        self._pull(state, wanted, whole=(self._tables or frozenset()) - set(wanted))
+        self._pull(state, wanted, whole=whole)
         if worked.apart != self.apart:
             raise self._given_up()
         captured = worked.program.captured
@@ -156,17 +187,17 @@ class WorkerSide:
         self._numbers = None
         if not worked.apart:
             numbers = self._pull(state, {}, whole=frozenset())
-        self._edits.note(state)
         return worked.part.result(mine, numbers)
 
     def refresh(self) -> None:
         """Pull the current weights, for a reader of the model between steps."""
         if self._updater is None:
             return
-        if not self.apart and not any(v.rows for v in self._updater.variables):
-            return
         state = self.weights.state
+        if not self.apart and not self._absent.absent(state):
+            return
         self._take_over_edits(state)
+        self._absent.show(state)
         rooms = self.weights.rooms(state, [v.name for v in self._updater.variables])
         if self.consistency.predict:
             if self.client is not None:
@@ -179,6 +210,18 @@ class WorkerSide:
             self._numbers = self._told(self._numbers or {})
         self.weights.take(state, rooms)
         self._edits.note(state)
+
+    def _bring_tables(self) -> None:
+        """Pull the tables that travel by row, for a use by the script between steps."""
+        state, client = self.weights.state, self.client
+        assert client is not None
+        with torch.inference_mode(False):
+            absent = self._absent.absent(state)
+            self._absent.show(state, absent)
+            rooms = self.weights.rooms(state, absent)
+            client.look(rooms)
+            self.weights.take(state, rooms)
+            self._edits.note(state, absent)
 
     def _take_over_edits(self, state: Mapping[str, Tensor]) -> None:
         """Hand the servers the weights that the script has changed since the last call.
@@ -204,7 +247,9 @@ class WorkerSide:
         """Copy all state of the servers into the model and the optimizer."""
         if self._updater is None:
             return
-        self._take_over_edits(self.weights.state)
+        state = self.weights.state
+        self._take_over_edits(state)
+        self._absent.show(state)
         self.weights.make_slots(self._updater.variables)
         held = self.client.pull_state() if self.client is not None else {}
         for v in self._updater.variables:
@@ -216,7 +261,7 @@ class WorkerSide:
             own = held.get(s.owner or s.name)
             if own is not None:
                 self.weights.put(s, own[s.slot or WEIGHT])
-        self._edits.note(self.weights.state)
+        self._edits.note(state)
 
     @property
     def has_joined(self) -> bool:
@@ -252,6 +297,8 @@ class WorkerSide:
             check_same(updater, self._updater)
             return
         self._updater, self._edits = updater, Edits(updater.variables)
+        bring = self._bring_tables if self.worker_ranks.size == 1 else None
+        self._absent = AbsentTables([v.name for v in updater.variables if v.rows], bring)
         residence_of(self.job.model, self.job.layout).fetch = self.refresh
         if self.worker_ranks.speaks:
             self._connect(updater)

@@ -19,8 +19,8 @@ from tutti.capture.state.lift import StateTensor
 from tutti.torch_private.storages import memory_id, num_uses, storage_id
 
 
-def warn_of_onlookers(state: Iterable[StateTensor], leaving: Iterable[str]) -> None:
-    """Warn of the first of the state tensors `leaving` that shares memory with an outside tensor."""
+def warn_of_onlookers(state: Iterable[StateTensor], leaving: Iterable[str]) -> bool:
+    """Warn of the first of the state tensors `leaving` that shares memory with an outside tensor, if any."""
     plain = [s for s in state if type(s.tensor) in (Tensor, torch.nn.Parameter)]
     held = [s for s in plain if s.tensor.device.type != "meta" and s.tensor.numel()]
     own = Counter(memory_id(s.tensor) for s in held)
@@ -35,4 +35,5 @@ def warn_of_onlookers(state: Iterable[StateTensor], leaving: Iterable[str]) -> N
                 "weights of then",
                 stacklevel=2,
             )
-            return
+            return True
+    return False

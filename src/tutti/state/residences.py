@@ -106,10 +106,10 @@ def refuse_open(model: nn.Module) -> None:
 
 
 def refresh(model: nn.Module) -> None:
-    """Pull the weights of a model on servers; does nothing for any other."""
-    home = _RESIDENCES.get(model)
-    if home is not None and home.fetch is not None:
-        home.fetch()
+    """Pull the weights of a model on servers, of which `model` may be a part; does nothing for any other."""
+    for _, home in residences_of(model):
+        if home.fetch is not None:
+            home.fetch()
 
 
 def adopt(model: nn.Module, optimizer: Any) -> None:

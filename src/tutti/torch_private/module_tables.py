@@ -37,7 +37,8 @@ def count_as_parameter(x: Tensor) -> None:
     x._is_param = True  # type: ignore[attr-defined]
 
 
-_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+# The attributes of a tensor with its hooks. Why: as `hooks_of_tensor`. Public: none.
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _MODULE_HOOKS)
 
 
@@ -62,7 +63,7 @@ def hooks_of_tensor(x: Tensor) -> tuple[Table | None, Table | None]:
 
     Why: as `hooks_of_module`; and stand-ins of a trace need them. Public: none.
     """
-    on, after = (getattr(x, name, None) for name in _TENSOR_HOOKS)
+    on, after = (getattr(x, name, None) for name in TENSOR_HOOKS)
     return on, after
 
 
@@ -71,7 +72,7 @@ def share_tensor_hooks(old: Any, new: Any) -> None:
 
     Why: state replaces tensors. Public: none.
     """
-    for table in _TENSOR_HOOKS:
+    for table in TENSOR_HOOKS:
         if getattr(old, table):
             setattr(new, table, getattr(old, table))
 
