@@ -75,7 +75,8 @@ class Served:
     ) -> Compiled[Any]:
         """A worker's current program; joins the servers at the first call."""
         self.running.begin_together(batch)
-        worked = self.worker.compiled(tree_map_only(Tensor, whole_of, batch))
+        whole = tree_map_only(Tensor, whole_of, batch)
+        worked = self.worker.compiled(whole, self.running.python.findings)
         refuse_where_served(worked.split.captured)
         return OnWorker(worked.program, worked, guard_of(worked.split.captured), mode=self)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tutti.calls.first_call import refuse_where_apart
 from tutti.calls.guards import refuse_other_layouts
 from tutti.capture.batch import with_arguments
+from tutti.capture.python.python_state import Findings
 from tutti.capture.state.first_form import make_slots
 from tutti.capture.state.lift import state_of
 from tutti.capture.step import Captured, capture
@@ -36,9 +37,11 @@ from tutti.state.residences import adopt
 _LOOK_SECONDS = 0.2
 
 
-def captured_for(job: Job, batch: tuple[Any, ...], *, apart: bool) -> Captured:
+def captured_for(
+    job: Job, batch: tuple[Any, ...], findings: Findings | None = None, *, apart: bool
+) -> Captured:
     """The step captured on every worker and server: with the rows of one worker if workers are `apart` (each
-    push is one update), else with the whole batch."""
+    push is one update), else with the whole batch. `findings` as for `capture`."""
     model, optimizer, layout = job.model, job.optimizer, job.layout
     refuse_where_apart(optimizer, layout)
     make_slots(optimizer)
@@ -46,7 +49,7 @@ def captured_for(job: Job, batch: tuple[Any, ...], *, apart: bool) -> Captured:
     settle(model, optimizer, Residence(Layout()), run_device(model), job.seed)
     if apart:
         batch = replica_rows.of_batch(batch, 0, layout.num_replicas)
-    captured = capture(*job.trained, batch, precision=layout.precision)
+    captured = capture(*job.trained, batch, precision=layout.precision, findings=findings)
     refuse_other_layouts(captured, layout)
     return captured
 

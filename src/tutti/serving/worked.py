@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tutti.capture.python.python_state import Findings
 from tutti.environment import STRICT
 from tutti.execution.allocator import give_back_now
 from tutti.execution.checked import Checked
@@ -98,12 +99,13 @@ def parts_of(
     job: Job,
     batch: tuple[Any, ...],
     tables: frozenset[str] | None = None,
+    findings: Findings | None = None,
     *,
     apart: bool,
 ) -> tuple[Split, WorkerPart, Program]:
     """The split step (of `tables` only rows travel), the worker's part, and its program; `apart`: for a
-    worker whose pushes are separate updates."""
-    made = split(captured_for(job, batch, apart=apart), tables=tables)
+    worker whose pushes are separate updates. `findings` as for `capture`."""
+    made = split(captured_for(job, batch, findings, apart=apart), tables=tables)
     part = (alone if apart else together)(made)
     known = residence_of(job.model, job.layout).compute
     strict = STRICT.read()

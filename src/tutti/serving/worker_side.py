@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutti.capture.python.python_state import Findings
 from tutti.capture.state.lift import state_of
 from tutti.comm.collectives.agree import check_order
 from tutti.comm.collectives.process_groups import ProcessGroups
@@ -74,27 +75,28 @@ class WorkerSide:
         """The weights on this rank."""
         return WorkerWeights(self.job, self.worker_ranks)
 
-    def compiled(self, batch: tuple[Any, ...]) -> Worked:
-        """The executed step for a batch like this one; joins the servers if needed."""
+    def compiled(self, batch: tuple[Any, ...], findings: Findings) -> Worked:
+        """The executed step for a batch like this one; joins the servers if needed. `findings` as for
+        `capture`."""
         with self.opened():
-            return self._compiled(batch)
+            return self._compiled(batch, findings)
 
     def opened(self) -> AbstractContextManager[None]:
         """Inside, tables that travel by row are ordinary parameters, for their forms."""
         return self._absent.opened(self.weights.state)
 
-    def _compiled(self, batch: tuple[Any, ...]) -> Worked:
+    def _compiled(self, batch: tuple[Any, ...], findings: Findings) -> Worked:
         apart = self.apart
         if self._updater is not None:
             self.weights.make_slots(self._updater.variables)  # capture reads them
-        made, part, program = parts_of(self.job, batch, self._tables, apart=apart)
+        made, part, program = parts_of(self.job, batch, self._tables, findings, apart=apart)
         check_order([describe(n) for n in program.collectives])
         updater = GraphUpdater(made)
         self._join(updater)
         self.weights.forget_slots()
         self.weights.settle(program)
         if apart != self.apart:  # the other workers are apart already
-            return self._compiled(batch)
+            return self._compiled(batch, findings)
         own = own_memory(state_of(self.job.model, None)) & set(program.captured.updated)
         for captured in (made.captured, program.captured):
             forget_values(captured.state)

@@ -28,6 +28,7 @@ from tutti.server.split.piece import Cut, GraphPiece, from_number
 from tutti.server.split.sparse_tables import TableLookup, lookup_of
 
 GRADIENT = "gradient"
+GIVEN = "given."
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ class _Splitter:
                 f'reads "{name or op_name(x)}" to update "{one.name}"',
                 "a server has a variable's own state, its gradient and numbers",
             )
-        self.given.setdefault(x, f"given.{len(self.given)}")
+        self.given.setdefault(x, f"{GIVEN}{len(self.given)}")
 
     def _state_of(self, name: str) -> Iterator[Any]:
         return (s for s in self.captured.state if name in (s.name, s.owner))

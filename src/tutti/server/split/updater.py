@@ -15,7 +15,7 @@ from tutti.graph.ops.fused_updates import BY_OP
 from tutti.graph.text import text
 from tutti.server.protocol.update import WEIGHT, ServedVariable, Updater
 from tutti.server.split.piece import GraphPiece
-from tutti.server.split.three_parts import GRADIENT, Owned, Split
+from tutti.server.split.three_parts import GIVEN, GRADIENT, Owned, Split
 
 
 class GraphUpdater:
@@ -100,10 +100,16 @@ class GraphUpdater:
 def check_same(now: Updater, known: Updater) -> None:
     """Raise `ServerError` unless servers that run `known` can take the gradients of a step with `now`."""
     if now.fingerprint != known.fingerprint:
+        new = [n for n in now.given if n not in known.given and not n.startswith(GIVEN)]
+        why = (
+            "options of the optimizer, what it trains, or numbers that follow from the size of the batch "
+            "have changed since the servers captured it"
+        )
+        if new:
+            why = f"it reads {new[0]}, which was a constant when the servers captured it"
         raise ServerError(
             "the step has another update than the one that the servers run",
-            why="options of the optimizer, what it trains, or numbers that follow from the size of the batch "
-            "have changed since the servers captured it",
+            why=why,
             fix="change only what the graph takes as a number: lr, weight_decay, momentum, betas",
         )
 
