@@ -91,6 +91,11 @@ def by_third_norm(model: nn.Module) -> Tensor:
     return clip_grad_norm_(model.parameters(), 0.01, norm_type=3)
 
 
+def norms(model: nn.Module) -> Tensor:
+    """A norm of each gradient, of none of them alone."""
+    return torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None])
+
+
 def by_value(model: nn.Module) -> None:
     clip_grad_value_(model.parameters(), 0.01)
 
@@ -113,6 +118,7 @@ CASES: dict[str, tuple[Callable[..., Any], Clip, bool]] = {
     "adam_by_parts": (partial(optim.Adam, lr=0.1, weight_decay=0.1), by_parts, True),
     "sgd": (partial(optim.SGD, lr=0.1), unclipped, True),
     "sgd_momentum": (partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True), by_third_norm, True),
+    "sgd_norms": (partial(optim.SGD, lr=0.1), norms, True),
     "sgd_infinity": (partial(optim.SGD, lr=0.1, weight_decay=0.1), by_infinity, False),
     "adagrad": (partial(optim.Adagrad, lr=0.1, lr_decay=0.1), by_norm, True),
     "rmsprop": (partial(optim.RMSprop, lr=0.1, momentum=0.5), by_norm, True),

@@ -102,3 +102,27 @@ def from_number(graph: fx.Graph, number: fx.Node, like: fx.Node) -> fx.Node:
     )
     made.meta = {"val": val}
     return made
+
+
+def names_of_numbers(name: str, like: Any) -> list[str]:
+    """The names of the numbers in which a value travels: its own, or for several one for each place."""
+    if not isinstance(like, Tensor) or like.numel() == 1:
+        return [name]
+    return [f"{name}.{k}" for k in range(like.numel())]
+
+
+def numbers_of(name: str, x: Any) -> dict[str, float]:
+    """A value as numbers by name."""
+    values = x.flatten().tolist() if isinstance(x, Tensor) else [x]
+    return dict(zip(names_of_numbers(name, x), map(float, values), strict=True))
+
+
+def of_numbers(
+    name: str, numbers: Mapping[str, float], like: Any, dtype: torch.dtype | None = None
+) -> Any:
+    """The value of `numbers_of`, in the form of `like`; a tensor as `dtype`, if given."""
+    values = [numbers[n] for n in names_of_numbers(name, like)]
+    if not isinstance(like, Tensor):
+        return values[0]
+    made = torch.tensor(values, dtype=torch.float64)
+    return made.to(like.device, dtype or like.dtype).reshape(like.shape)

@@ -14,7 +14,7 @@ from tutti.errors import ServerError
 from tutti.graph.ops.fused_updates import BY_OP
 from tutti.graph.text import text
 from tutti.server.protocol.update import WEIGHT, ServedVariable, Updater
-from tutti.server.split.piece import GraphPiece
+from tutti.server.split.piece import GraphPiece, names_of_numbers, numbers_of
 from tutti.server.split.three_parts import GIVEN, GRADIENT, Owned, Split
 
 
@@ -35,7 +35,9 @@ class GraphUpdater:
         )
         self.coupled = any(o.sums is not None for o in split.owned)
         self.given = tuple(split.numbers)
-        self.numbers = (*self.given, *split.scalars)
+        values = ((name, node.meta["val"]) for name, node in split.scalars.items())
+        scalars = [n for name, val in values for n in names_of_numbers(name, val)]
+        self.numbers = (*self.given, *scalars)
         self.rates = tuple(n for n in self.given if n.endswith(".lr"))
         self._updates: dict[str, GraphPiece] = {}
         self._sums: dict[str, GraphPiece] = {}
@@ -76,7 +78,9 @@ class GraphUpdater:
             piece = self._owned[name].sums
             known |= zip(piece.outputs, values, strict=True) if piece is not None else ()
         made = self._coupling(known)
-        return {**given, **{n: float(x) for n, x in made.items()}}
+        for name, x in made.items():
+            given |= numbers_of(name, x)
+        return given
 
     def update(
         self,

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from tutti.capture.step import Captured
 from tutti.graph.edits.edit import erase_dead
+from tutti.server.split.piece import numbers_of, of_numbers
 from tutti.server.split.sparse_tables import TableLookup, by_rows
 from tutti.server.split.three_parts import Split
 
@@ -44,7 +45,10 @@ class WorkerPart:
         """The same with gradients by variable and numbers by name."""
         own, gradients, numbers = self.sections(returned)
         named = dict(zip(self.variables, gradients, strict=True))
-        return own, named, {n: float(x) for n, x in zip(self.numbers, numbers, strict=True)}
+        made: dict[str, float] = {}
+        for name, x in zip(self.numbers, numbers, strict=True):
+            made |= numbers_of(name, x)
+        return own, named, made
 
     def result(
         self, own: Sequence[Any], scalars: Mapping[str, float], *, wide: bool = False
@@ -55,13 +59,13 @@ class WorkerPart:
         """
         found = []
         for at in self.leaves:
-            like = own[at] if isinstance(at, int) else self.coupled[at]
-            if isinstance(at, str) and isinstance(like, Tensor):
-                dtype = torch.float64 if wide and like.is_floating_point() else like.dtype
-                shape = tuple(like.shape)
-                found.append(torch.full(shape, scalars[at], dtype=dtype, device=like.device))
-            else:
-                found.append(like if isinstance(at, int) else scalars[at])
+            if isinstance(at, int):
+                found.append(own[at])
+                continue
+            like = self.coupled[at]
+            floating = isinstance(like, Tensor) and like.is_floating_point()
+            dtype = torch.float64 if wide and floating else None
+            found.append(of_numbers(at, scalars, like, dtype))
         return found
 
 
