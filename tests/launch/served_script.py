@@ -2,7 +2,8 @@
 
 Every process writes down what it sees: DIRECTORY/worker0.txt has a line for each step. WRONG is the process
 that fails before its first step; with ":K" (several with commas between), those that do nothing after K
-steps until the file DIRECTORY/go is there, and with "-K" those that end well after K steps.
+steps until the file DIRECTORY/go is there, with "-K" those that end well after K steps, and with "!K" those
+that fail then.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ def main(directory: Path, steps: int, wrong: str) -> None:
                 time.sleep(0.02)
             if f"{who}-{k}" in wrong.split(","):
                 sys.exit(0)
+            if f"{who}!{k}" in wrong.split(","):
+                raise ValueError("a bad record")
             loss, norm = step(*batch_at(k))
             schedule.step()
             file.write(f"step {k} {loss.item()!r} {norm.item()!r}\n")

@@ -271,6 +271,14 @@ def test_what_cannot_go_on_is_stopped(
     assert "ValueError: something is wrong here" in said and "logs in" in said
 
 
+def test_no_step_is_made_without_a_worker_whose_script_fails(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, _ = played(tmp_path, "replica=2 server=1 sync=step", wrong="worker1!2")
+    assert code == 1 and "ValueError: a bad record" in capfd.readouterr().err
+    assert len(lines(tmp_path, "worker0", "step")) == 2
+
+
 def test_a_worker_whose_script_fails_is_in_the_exit_code(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from tutti.environment import RUN_DIR
 from tutti.errors import CommError, TuttiError
+from tutti.launch.good_end import forget_good_end
 from tutti.launch.records import (
     Exit,
     Failure,
@@ -105,9 +106,11 @@ def _note(run_dir: Path, record: Record) -> bool:
 def _leave(code: int) -> NoReturn:
     """Exit as Python does, but without its last phase, in which Gloo's threads may abort.
 
-    A failed rank does not destroy process groups either: it would wait for peers that may be gone.
+    A failed rank does not destroy process groups either: it would wait for peers that may be gone. Servers
+    do not learn that it has left: workers in steps together would go on without it.
     """
     if code:
+        forget_good_end()
         nowhere = open(os.devnull, "w")  # noqa: SIM115 (faulthandler writes there until the end)
         faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=nowhere)
         if ranks := sys.modules.get("tutti.launch.ranks"):

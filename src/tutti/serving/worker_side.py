@@ -21,6 +21,7 @@ from tutti.execution.execute import between_ranks, describe
 from tutti.graph.players.player import Player
 from tutti.job import Job
 from tutti.launch import roles
+from tutti.launch.good_end import at_good_end
 from tutti.launch.roles import Role
 from tutti.partition.partition import Program
 from tutti.replicas import replica_rows
@@ -318,7 +319,8 @@ class WorkerSide:
         )
         client.join()
         self.client = client
-        atexit.register(client.leave)
+        # under `step` the others must not go on without the rows of a worker whose script has failed
+        (atexit.register if self.consistency.apart else at_good_end)(client.leave)
 
     @property
     def _tables(self) -> frozenset[str] | None:
