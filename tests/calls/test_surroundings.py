@@ -95,3 +95,31 @@ def test_a_step_sees_the_default_dtype() -> None:
             assert torch.equal(made[0], expected[0])
     finally:
         torch.set_default_dtype(before)
+
+
+def measures(model: Any, x: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """As torchvision's references measure accuracy: views in inference mode."""
+    y = model(x)
+    with torch.inference_mode():
+        _, best = y.topk(2, 1)
+        hits = best.t().eq(torch.arange(8)[None] % 4)
+        share = hits[:1].flatten().sum(dtype=torch.float32) / 8
+        inside = torch.is_grad_enabled()
+    return y.sum() * share.item(), share, inside
+
+
+@pytest.mark.parametrize("layout", ["data=1", "data=2 zero=3"])
+def test_a_step_takes_views_in_inference_mode(ranks: Ranks, layout: str) -> None:
+    model, _ = _built()
+    expected = [measures(model, _batch(k)) for k in range(3)]
+    found = ranks.run(measured, layout, n=2) if "2" in layout else [measured(layout)]
+    for made in found:
+        for mine, one in zip(made, expected, strict=True):
+            torch.testing.assert_close(mine[:2], (one[0].detach(), one[1]))
+            assert mine[2] == one[2]
+
+
+def measured(layout: str) -> list[Any]:
+    """What three calls return."""
+    step = tutti.distribute(measures, _built()[0], None, layout=layout)
+    return [tuple(step(_batch(k))) for k in range(3)]

@@ -93,6 +93,9 @@ FLATTEN = Patch(nn.RNNBase, "flatten_parameters", "in a trace weights have no me
 _CUDNN = "without cuDNN, whose ops hide what they write"
 BATCH_NORM = Patch(torch, "batch_norm", _CUDNN)
 INSTANCE_NORM = Patch(torch, "instance_norm", _CUDNN)
+INFERENCE_MODE = each(
+    torch.inference_mode, ("__enter__", "__exit__"), "a trace takes no views of tensors made in it"
+)
 _STEPS = "on a GPU it runs one time step after another, in ops that can be split"
 RECURRENT = each(
     ENTRIES,
@@ -254,6 +257,7 @@ PATCHES = _flat(
     *(FUSED, DEEPCOPY, WRAPPERS, TRAINING),
     *(DENSE_EMBEDDING, DENSE_BAG, CTC_LOSS, EMBEDDING_BAG, GAUSSIAN_NLL, ANY),
     *(SETITEM, MASKED_SCATTER, CHECK_TENSOR, SCALER_SKIPS, SCALER_STEP, SCALED_UPDATE),
+    INFERENCE_MODE,
     *(VALIDATE_ARGS, IS_CAUSAL, *RNG_STATES),
     *(NUMPY, DLPACK, REDUCE, FORMAT, ADDRESSES, MANUAL_SEED, ANOMALY, TENSOR_OF_TENSORS, FAKE_LOG),
     *SELECTIONS,

@@ -29,6 +29,7 @@ from tutti.capture.substitutes import (
     bincount,
     ctc_loss,
     grouped_matmul,
+    inference_modes,
     masks,
     scaler,
     without_cudnn,
@@ -80,6 +81,7 @@ _FUNCTIONS = (
     *((patch, masks.scattered) for patch in MASKED_SCATTER),
     (CHECK_TENSOR, _unchecked),
     *without_cudnn.FUNCTIONS,
+    *inference_modes.FUNCTIONS,
 )
 
 
