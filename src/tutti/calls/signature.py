@@ -43,7 +43,7 @@ class Signatures:
         groups = tuple(len(g["params"]) for one in self._optimizers for g in one.param_groups)
         weights = tuple(map(_form, filter(_is_there, values_of(self._parameters))))
         made = tuple(map(_leaf if sized else _unsized, leaves))
-        around = surroundings()
+        around = surroundings(trains=bool(self._optimizers))
         return made, form, groups, self.version, python, weights, self._hooks.now(), around
 
     def _walk(self) -> None:

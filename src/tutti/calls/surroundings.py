@@ -1,6 +1,7 @@
 """What surrounds a call and changes a trace: autocast, the mode of gradients, the default dtype.
 
 A trace runs inside of it, as the step would; a program has its casts already, and plays without autocast.
+A step with an optimizer has gradients wherever it is called.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import torch
 _DEVICES = ("cpu", "cuda")
 
 
-def surroundings() -> tuple[Any, ...]:
-    """A hashable key."""
+def surroundings(*, trains: bool) -> tuple[Any, ...]:
+    """A hashable key; `trains`: of a step with an optimizer."""
     return (
         torch.get_default_dtype(),
-        torch.is_grad_enabled(),
+        trains or torch.is_grad_enabled(),
         *((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d)),
     )
 

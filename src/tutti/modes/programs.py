@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tutti.calls.accelerate_schedulers import refuse_schedulers_of_processes
@@ -168,7 +169,13 @@ class Programs:
         refuse_in_batch(leaves, running.python.state.names)
         if not running.begun and running.job.layout.num_ranks > 1:
             refuse_schedulers_of_processes(running.optimizers)
-        with rarely_collected(), quickly_written(), OnlyUsersFrames():
+        gradients = torch.is_grad_enabled() or bool(running.optimizers)
+        with (
+            torch.set_grad_enabled(gradients),
+            rarely_collected(),
+            quickly_written(),
+            OnlyUsersFrames(),
+        ):
             made = self._mode.compile(batch, self._kind(leaves, form, python), given, assumed)
         made.modes = [(m, m.training) for m, before in modes if m.training != before]
         self._num_made += 1
