@@ -452,8 +452,19 @@ def collects(model: Any, batch: dict[str, Any]) -> Tensor:
     return loss
 
 
+def replaces_a_pair(model: Any, batch: dict[str, Any]) -> Tensor:
+    batch["pairs"][0] = (batch["pairs"][0][0] + 1, "again")
+    return model(batch["x"]).sum() * batch["pairs"][0][0]
+
+
+def replaces_a_dict(model: Any, batch: dict[str, Any]) -> Tensor:
+    batch["inner"] = {"count": batch["inner"]["count"] + 1}
+    return model(batch["x"]).sum() * batch["inner"]["count"]
+
+
 def _container() -> dict[str, Any]:
-    return {"x": _batch(0)[0], "names": ["first"]}
+    inner = {"count": 1, "other": 2}
+    return {"x": _batch(0)[0], "names": ["first"], "pairs": [(1, "first")], "inner": inner}
 
 
 @pytest.mark.parametrize("train_step", [counts_in_batch, adds_labels])
@@ -466,14 +477,16 @@ def test_the_same_container_again(train_step: Any) -> None:
         assert mine.get("seen") == expected.get("seen") and mine["names"] == expected["names"]
 
 
-@pytest.mark.parametrize("train_step", [halves, collects])
+@pytest.mark.parametrize("train_step", [halves, collects, replaces_a_pair, replaces_a_dict])
 def test_a_container_whose_tensors_the_step_has_changed_comes_once(train_step: Any) -> None:
     model, given = _model(), _container()
     step = tutti.distribute(train_step, model, None)
     for _ in range(2):
         expected = float(train_step(model, _container()))
         torch.testing.assert_close(float(step(_container())), expected)
+    inner = given["inner"]
     step(given)
+    assert inner == {"count": 1, "other": 2}  # the caller may have it elsewhere
     with pytest.raises(CaptureError, match="has changed its argument batch, and gets the same"):
         step(given)
     step(_container())

@@ -146,7 +146,7 @@ def _is_trained(x: Any) -> bool:
 def kinds_in(batch: Sequence[Any]) -> list[type]:
     """The classes of the containers in a batch, without those of Python and PyTorch; in order."""
     every = (x for _, argument in arguments_in(batch) for _, x in _by_path(argument))
-    found = dict.fromkeys(x for x in every if isinstance(x, type))
+    found = dict.fromkeys(type(x) for x in every if is_container(x))
     return [kind for kind in found if is_users(kind.__module__)]
 
 
@@ -294,20 +294,21 @@ class Changes:
     def add(self, place: Place, before: Mapping[Path, Any], now: Mapping[Path, Any]) -> None:
         """Note the changes of an argument, given by the path of each value."""
         for path, value in now.items():
-            parent = before.get(path[:-1])
-            if path not in before and (not path or parent is None):
-                continue  # in a container that the step has made
-            old, in_list = before.get(path, _NOTHING), parent in (list, deque)
-            if _is_same(old, value):
+            parent, old = before.get(path[:-1]), before.get(path, _NOTHING)
+            if not path or (path not in before and parent is None):
+                continue  # the argument, or in a container that the step has made
+            if _is_same(old, value) or (is_container(value) and is_container(old)):
                 continue
-            if isinstance(value, PLAIN):
+            in_list = isinstance(parent, list | deque)
+            is_own = _is_kept(path, before, now) and not isinstance(parent, tuple)
+            if isinstance(value, PLAIN) and is_own:
                 self.written.append((place, path, value))
             elif (path not in before and in_list) or (path in before and _is_other(old, value)):
                 self.lost.append((place, path))
         for path in before.keys() - now.keys():
-            if before.get(path[:-1]) in (list, deque):
+            if isinstance(before.get(path[:-1]), list | deque):
                 self.lost.append((place, path))
-            elif path[:-1] in now and not isinstance(path[-1], Attribute):
+            elif _is_kept(path, before, now) and not isinstance(path[-1], Attribute):
                 self.removed.append((place, path))
 
     def loses(self, place: Place) -> bool:
@@ -324,6 +325,12 @@ class Changes:
 
 
 _NOTHING = object()
+
+
+def _is_kept(path: Path, before: Mapping[Path, Any], now: Mapping[Path, Any]) -> bool:
+    """Whether the containers on the way to a place are those of before; one that the step has replaced is
+    still the caller's."""
+    return all(before[path[:k]] is now.get(path[:k], _NOTHING) for k in range(len(path)))
 
 
 def _inside(x: Any, path: Path) -> Any:
@@ -343,12 +350,12 @@ def _put(x: Any, path: Path, value: Any) -> None:
 
 
 def _by_path(x: Any, path: Path = (), outer: tuple[int, ...] = ()) -> Iterator[tuple[Path, Any]]:
-    """The leaves of a container, each with its path, and the type of each container; `outer` are the ids of
-    those around it, to which its parts may refer."""
+    """A container and all that is in it, each with its path; `outer` are the ids of the containers around it,
+    to which its parts may refer."""
     if not is_container(x):
         yield path, x
     elif id(x) not in outer:
-        yield path, type(x)
+        yield path, x
         for key, inner in entries_of(x):
             yield from _by_path(inner, (*path, key), (*outer, id(x)))
 
