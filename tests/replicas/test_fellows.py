@@ -24,6 +24,7 @@ from ranks import Ranks
 from tutti.errors import CommError
 from tutti.layout import Layout
 from tutti.replicas import fellows
+from tutti.replicas.between import Between
 from tutti.replicas.fellows import Fellows, neighbours
 
 
@@ -166,11 +167,19 @@ def kill_in_a_round(layout: str, victim: int, part: str) -> Any:
     try:
         for k in range(3, 10):
             time.sleep(0.2 * ("pairs" in layout or "elastic" in layout))  # they wait for no other
+            if k == 9 and dist.get_rank() // 2 != victim // 2:
+                wait_for_a_loss(step.agreeing.team.between)  # the victim may be late
             training.one(step, k)
     except tutti.CommError:
         step.agreeing.team.between.post.close()  # as a script that has lost a rank of its own replica
         os._exit(1)
     return training.state_of(step), list(step.agreeing.team.between.lost())
+
+
+def wait_for_a_loss(between: Between) -> None:
+    until = time.monotonic() + 30
+    while not between.lost() and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
