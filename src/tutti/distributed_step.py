@@ -137,7 +137,7 @@ class Step:
         if found is None:
             call.not_over()
         else:
-            self._programs.last = found[0]
+            self._programs.known.last = found[0]
             call.over()
         result = tree_unflatten(returned, spec)
         if self._watch is not None:
@@ -199,7 +199,7 @@ class Step:
 
     @property
     def _last(self) -> Compiled[Any] | None:
-        return self._programs.last
+        return self._programs.known.last
 
     @property
     def _num_traces(self) -> int:
@@ -207,9 +207,9 @@ class Step:
 
     @property
     def _last_call(self) -> Compiled[Any]:
-        if self._programs.last is None:
+        if self._programs.known.last is None:
             raise LayoutError("the step has not been called yet", fix="call it with a batch first")
-        return self._programs.last
+        return self._programs.known.last
 
     def explain(self, *, tensor: str | None = None, graph: bool = False) -> str:
         """The sharding of every tensor, the predicted memory, every collective and its cause, as text.

@@ -73,7 +73,7 @@ def test_one_device_is_eager_and_verify_leaves_python_as_it_is(name: str, layout
     expected = programs.values(name, programs.eager)
     assert_same(programs.values(name, play), expected)
     if name in MOST_TRACES:
-        traces = {id(one) for found in made[0]._programs.known.values() for one in found}
+        traces = {id(one) for found in made[0]._programs.known.by_key.values() for one in found}
         assert len(traces) <= MOST_TRACES[name]
 
 

@@ -160,7 +160,7 @@ def lasting_programs() -> int:
         for _ in range(3):
             play.step(*whole)
             play.step(*(in_shards(x, mesh, (("data", "data"),)) for x in whole))
-    return len(play.step._programs.known)
+    return len(play.step._programs.known.by_key)
 
 
 def test_each_form_of_a_batch_has_one_program(ranks: Ranks) -> None:

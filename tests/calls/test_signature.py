@@ -42,7 +42,7 @@ def test_constants_of_the_batch_are_told_apart_by_type_and_place() -> None:
     for rest in ((1.0, 2), (2, 1.0), (True,), (1,), (1.0,), (2,)):
         assert float(step(x, *rest)) == pytest.approx(float(_plain(model, x, *rest)), rel=1e-6)
     # The second integer in a place makes an input of it.
-    assert sum(map(len, step._programs.known.values())) == 5
+    assert sum(map(len, step._programs.known.by_key.values())) == 5
 
 
 def test_a_modules_plain_attribute_is_seen() -> None:
@@ -54,7 +54,7 @@ def test_a_modules_plain_attribute_is_seen() -> None:
     assert float(step(x)) != pytest.approx(5 * before, rel=1e-3)  # dropout is on
     model.eval()
     assert float(step(x)) == pytest.approx(5 * before, rel=1e-6)
-    assert sum(map(len, step._programs.known.values())) == 3
+    assert sum(map(len, step._programs.known.by_key.values())) == 3
 
 
 def test_an_attribute_that_becomes_something_equal_of_another_kind_is_seen() -> None:
@@ -83,7 +83,7 @@ def test_an_attribute_that_comes_and_goes_finds_the_old_trace() -> None:
     step(x)
     del model.extra
     step(x)
-    assert sum(map(len, step._programs.known.values())) == 2
+    assert sum(map(len, step._programs.known.by_key.values())) == 2
 
 
 def test_an_attribute_that_moves_to_another_module_is_seen() -> None:
@@ -141,7 +141,10 @@ def test_a_step_that_sets_the_mode_is_found_again_from_either(training: bool) ->
             float(_evaluate(model, x)), rel=1e-6
         )  # no dropout, these weights
         traced.append(
-            [len({id(c) for v in s._programs.known.values() for c in v}) for s in (step, evaluate)]
+            [
+                len({id(c) for v in s._programs.known.by_key.values() for c in v})
+                for s in (step, evaluate)
+            ]
         )
     assert traced[0] == [1, 1] and traced[1:] == [traced[1]] * 3 and max(traced[1]) <= 2
 
@@ -272,7 +275,9 @@ def test_what_stays_is_traced_once() -> None:
         step(torch.ones(8, 4))
         other.register_forward_hook(lambda module, args, out: out)
         model[0].weight.requires_grad_(k % 2 == 0)
-    assert sum(map(len, step._programs.known.values())) == 2  # with the weight frozen, and not
+    assert (
+        sum(map(len, step._programs.known.by_key.values())) == 2
+    )  # with the weight frozen, and not
 
 
 def test_plain_attributes_are_told_apart_by_type_and_name() -> None:
@@ -283,4 +288,4 @@ def test_plain_attributes_are_told_apart_by_type_and_name() -> None:
     step(x)
     model.gain, model.other = 2, 1
     assert float(step(x)) == pytest.approx(float(_plain(model, x)), rel=1e-6)
-    assert sum(map(len, step._programs.known.values())) == 3
+    assert sum(map(len, step._programs.known.by_key.values())) == 3

@@ -159,7 +159,7 @@ def test_new_numbers_of_numpy_need_no_trace() -> None:
     step = tutti.distribute(train_step, model, optimizer)
     for scale in (0.5, 0.25, 0.125):
         step(x, y, np.float32(scale), 2)
-    assert len(step._programs.known) == 1
+    assert len(step._programs.known.by_key) == 1
 
 
 def test_packed_sequences_are_no_constants() -> None:

@@ -31,7 +31,7 @@ def _pair(make: Any) -> tuple[tutti.Step, nn.Module, Any]:
 
 
 def _num_traces(step: tutti.Step) -> int:
-    return sum(map(len, step._programs.known.values()))
+    return sum(map(len, step._programs.known.by_key.values()))
 
 
 def test_a_float_of_the_batch_is_an_input_and_a_branch_on_it_traces_again() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from tutti.calls.accelerate_schedulers import refuse_schedulers_of_processes
 from tutti.calls.guards import MOST_WAYS, no_way
 from tutti.calls.numbers import Numbers
-from tutti.calls.signature import Signatures, difference_between
+from tutti.calls.signature import Signatures
 from tutti.calls.surroundings import is_cast, without_autocast
 from tutti.capture.handed import ArgumentsAhead
 from tutti.capture.python.assumed_values import Assumed
@@ -20,12 +20,12 @@ from tutti.capture.python.read_places import Place
 from tutti.capture.state.first_form import SlotsAhead
 from tutti.capture.state.lift import state_of
 from tutti.capture.state.tensor_attributes import refuse_in_batch
-from tutti.environment import MOST_PROGRAMS
 from tutti.execution.collector import rarely_collected
 from tutti.execution.cuda_graph import op_by_op
 from tutti.execution.measure import peak_nbytes
 from tutti.graph.edits.quick import quickly_written
 from tutti.modes.compiled_program import Compiled
+from tutti.modes.known_programs import KnownPrograms
 from tutti.modes.mode import Mode
 from tutti.state.residence import run_device
 from tutti.torch_private.pytrees import tree_flatten
@@ -34,7 +34,6 @@ from tutti.user_lines import OnlyUsersFrames, users_level
 # A program, and the numbers of a call.
 Found = tuple[Compiled[Any], dict[str, float]]
 Call = tuple[list[Any], Any, tuple[Any, ...]]  # the leaves of its batch, their form, and the batch
-_MOST_SIGNATURES = 8  # with which a new one is compared, to say why it needs a program
 
 
 class Programs:
@@ -48,12 +47,8 @@ class Programs:
         job = mode.running.job
         self._signatures = Signatures(job.model, mode.running.optimizers)
         self._numbers = Numbers(job.optimizer)
-        self._most = MOST_PROGRAMS.read()
-        self._num_made = self._num_forgotten = 0
-        self.num_traces = 0
-        self.known: dict[Any, list[Compiled[Any]]] = {}
-        self._signatures_known: list[Any] = []
-        self.last: Compiled[Any] | None = None  # the program of the last call
+        self.known = KnownPrograms(mode.signature)
+        self._num_made = self.num_traces = 0
         self.ahead: SlotsAhead | None = None
 
     def call(self, batch: tuple[Any, ...]) -> tuple[Call, Found | None]:
@@ -152,18 +147,11 @@ class Programs:
             running.python.walk()
             python, numbers = running.python.now()
             signature = self._signatures.of(leaves, form, python)
-        key = self._mode.signature(signature)
         given = self._numbers.of(leaves, numbers)
         running.divergence.given(leaves, given, running.num_steps)
-        found = self.known.get(key, ())
-        if len(found) > 1:
-            found = sorted(found, key=lambda one: one is not self.last)
-        valid = (one for one in found if one.holds(given))
-        if (compiled := _fitting(valid, given, assumed, tries=tries)) is not None:
-            for module, training in compiled.modes:
-                module.training = training
+        if (compiled := self.known.fitting(signature, given, assumed, tries=tries)) is not None:
             return compiled, given
-        why = difference_between(signature, self._signatures_known, running.python.other)
+        why = self.known.why_another(signature, running.python.other)
         running.divergence.anew = why
         modes = [(module, module.training) for module in self._signatures.modules]
         refuse_in_batch(leaves, running.python.state.names)
@@ -192,12 +180,12 @@ class Programs:
             numbers = self._enter(made, leaves, form, walk=was_traced)
         if was_traced:
             self._warn_of_retraces(why)
-        self._forget(made)
+        self.known.keep_few(made)
         return made, self._numbers.of(leaves, numbers)
 
     def ended(self, compiled: Compiled[Any], num_steps: int) -> None:
         """Note a call of `compiled`, after `num_steps` others; set `requires_grad` as the step leaves it."""
-        self.last, compiled.last_call = compiled, num_steps
+        self.known.last, compiled.last_call = compiled, num_steps
         if trained := compiled.program.captured.trained:
             job = self._running.job
             for s in state_of(job.model, job.optimizer):
@@ -212,40 +200,12 @@ class Programs:
             self._running.python.walk()
         python, numbers = self._running.python.now()
         self._running.captures.enter(self._kind(leaves, form, python))
-        signature = self._signatures.of(leaves, form, python)
-        self._signatures_known = [*self._signatures_known, signature][-_MOST_SIGNATURES:]
-        key = self._mode.signature(signature)
-        entered = self.known.setdefault(key, [])
-        if made not in entered:
-            entered.append(made)
+        self.known.enter(made, self._signatures.of(leaves, form, python))
         return numbers
 
     def _kind(self, leaves: list[Any], form: Any, python: int) -> Any:
         """The common key of calls that differ only in sizes and inputs."""
         return self._signatures.of(leaves, form, python, sized=False)
-
-    def _forget(self, made: Compiled[Any]) -> None:
-        """Keep no more than the limit; all ranks make the same calls, and drop the same programs."""
-        known = {id(one): one for found in self.known.values() for one in found}
-        known.pop(id(made), None)
-        while len(known) >= self._most:
-            oldest = min(known.values(), key=lambda one: one.last_call)
-            del known[id(oldest)]
-            for key, found in list(self.known.items()):
-                self.known[key] = [one for one in found if one is not oldest]
-                if not self.known[key]:
-                    del self.known[key]
-            self._note_forgotten()
-
-    def _note_forgotten(self) -> None:
-        self._num_forgotten += 1
-        if self._num_forgotten == 1:
-            warnings.warn(
-                f"the step has more than {self._most} programs, one for each batch of other sizes: "
-                "the step drops the least recently called one and captures it again when needed; "
-                f"{MOST_PROGRAMS.name} says how many are kept",
-                stacklevel=users_level(),
-            )
 
     def _warn_of_retraces(self, why: str) -> None:
         """Warn of a value that changes at every call (a switch of a module) and so causes endless traces."""
@@ -264,20 +224,3 @@ def _flattened(batch: tuple[Any, ...]) -> tuple[list[Any], Any]:
     if all(type(x) is Tensor for x in batch):
         return list(batch), len(batch)
     return tree_flatten(batch)
-
-
-def _fitting(
-    valid: Iterable[Compiled[Any]],
-    given: Mapping[str, float],
-    assumed: Assumed | None,
-    *,
-    tries: bool,
-) -> Compiled[Any] | None:
-    """The program for the tensor values of another run; with `tries`, or else the longest that may be."""
-    if assumed is None:
-        return next(iter(valid), None)
-    known = list(valid)
-    if (sure := next((one for one in known if one.takes(given, assumed)), None)) is not None:
-        return sure
-    open_ones = [one for one in known if tries and one.may_take(given, assumed)]
-    return max(open_ones, key=lambda one: one.num_reads, default=None)

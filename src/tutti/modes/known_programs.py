@@ -1,0 +1,108 @@
+"""The programs of one step, by the signature of calls; the least recently called ones go first."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from tutti.calls.signature import difference_between
+from tutti.capture.python.assumed_values import Assumed
+from tutti.environment import MOST_PROGRAMS
+from tutti.modes.compiled_program import Compiled
+from tutti.user_lines import users_level
+
+_MOST_SIGNATURES = 8  # with which a new one is compared, to say why it needs a program
+
+
+class KnownPrograms:
+    """The programs that a step keeps.
+
+    Args:
+        key_of: the key of a signature, `Mode.signature`.
+    """
+
+    def __init__(self, key_of: Callable[[Any], Any]) -> None:
+        self._key_of = key_of
+        self.by_key: dict[Any, list[Compiled[Any]]] = {}
+        self.last: Compiled[Any] | None = None  # the program of the last call
+        self.signatures: list[Any] = []  # the latest ones
+        self._most = MOST_PROGRAMS.read()
+        self._num_forgotten = 0
+
+    def fitting(
+        self,
+        signature: Any,
+        given: Mapping[str, float],
+        assumed: Assumed | None = None,
+        *,
+        tries: bool = False,
+    ) -> Compiled[Any] | None:
+        """The program of a call with the numbers `given`; sets the modes of modules as the step does.
+
+        `assumed` are the tensor values that the step has read in a run with other branches. With `tries`, a
+        program that reads more of them may be it: that of a loop with more turns.
+        """
+        found = self.by_key.get(self._key_of(signature), ())
+        if len(found) > 1:
+            found = sorted(found, key=lambda one: one is not self.last)
+        compiled = _fitting((one for one in found if one.holds(given)), given, assumed, tries=tries)
+        for module, training in compiled.modes if compiled is not None else ():
+            module.training = training
+        return compiled
+
+    def why_another(self, signature: Any, python: str) -> str:
+        """Why a call needs another program; see `difference_between`."""
+        return difference_between(signature, self.signatures, python)
+
+    def enter(self, made: Compiled[Any], signature: Any) -> None:
+        """Let later calls with this signature find a program."""
+        self.signatures = [*self.signatures, signature][-_MOST_SIGNATURES:]
+        entered = self.by_key.setdefault(self._key_of(signature), [])
+        if made not in entered:
+            entered.append(made)
+
+    def keep_few(self, made: Compiled[Any]) -> None:
+        """Keep no more than the limit, `made` among them; all ranks make the same calls, and drop the same
+        programs."""
+        known = {id(one): one for found in self.by_key.values() for one in found}
+        known.pop(id(made), None)
+        while len(known) >= self._most:
+            oldest = min(known.values(), key=lambda one: one.last_call)
+            del known[id(oldest)]
+            self.drop(oldest)
+            self._note_forgotten()
+
+    def drop(self, one: Compiled[Any]) -> None:
+        """Forget a program."""
+        for key, found in list(self.by_key.items()):
+            self.by_key[key] = [x for x in found if x is not one]
+            if not self.by_key[key]:
+                del self.by_key[key]
+
+    def _note_forgotten(self) -> None:
+        self._num_forgotten += 1
+        if self._num_forgotten == 1:
+            warnings.warn(
+                f"the step has more than {self._most} programs, one for each batch of other sizes: "
+                "the step drops the least recently called one and captures it again when needed; "
+                f"{MOST_PROGRAMS.name} says how many are kept",
+                stacklevel=users_level(),
+            )
+
+
+def _fitting(
+    valid: Iterable[Compiled[Any]],
+    given: Mapping[str, float],
+    assumed: Assumed | None,
+    *,
+    tries: bool,
+) -> Compiled[Any] | None:
+    """The program for the tensor values of another run; with `tries`, or else the longest that may be."""
+    if assumed is None:
+        return next(iter(valid), None)
+    known = list(valid)
+    if (sure := next((one for one in known if one.takes(given, assumed)), None)) is not None:
+        return sure
+    open_ones = [one for one in known if tries and one.may_take(given, assumed)]
+    return max(open_ones, key=lambda one: one.num_reads, default=None)
