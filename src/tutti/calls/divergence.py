@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from tutti.calls.sharded_batch import kind_of, shardings_of
 from tutti.calls.weight_samples import Samples, offset_sample
 from tutti.capture.state.free_numbers import is_free_float
+from tutti.capture.unread import is_unread, unread_kind
 from tutti.comm.collectives.bulletin import Bulletin
 from tutti.comm.collectives.exchange import exchange_texts
 from tutti.comm.collectives.group import Group, collective_timeout
@@ -583,13 +584,15 @@ def _kind(x: Any) -> Any:
         return x.shape, x.dtype, kind_of(x)
     if isinstance(x, float):
         return float if is_free_float(x) else repr(x)
-    return type(x), x
+    return type(x), unread_kind(x) if is_unread(x) else x
 
 
 def _said(x: Any) -> str:
     if isinstance(x, Tensor):
         sharded = f" in {'x'.join(map(str, x.placements))}" if isinstance(x, DTensor) else ""
         return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}{sharded}"
+    if is_unread(x):
+        return f"a {unread_kind(x).__name__} that no code reads"
     return "a float" if is_free_float(x) else repr(x)[:100]
 
 

@@ -15,6 +15,7 @@ from tutti.calls.sharded_batch import kind_of
 from tutti.calls.surroundings import surroundings
 from tutti.calls.tables import are_same, values_of
 from tutti.capture.state.free_numbers import is_free_float
+from tutti.capture.unread import UnreadValue, is_unread, unread_kind
 from tutti.errors import CaptureError
 from tutti.graph.text import SHORT
 from tutti.torch_private.module_tables import children_of, parameters_of
@@ -68,6 +69,8 @@ def _leaf(x: Any) -> Any:
         return (tuple(x.shape), x.dtype, x.device, kind_of(x))
     if isinstance(x, float):
         return float if is_free_float(x) else repr(x)
+    if is_unread(x):
+        return (UnreadValue, unread_kind(x))
     try:
         hash(x)
     except TypeError:
@@ -116,6 +119,8 @@ def _told(leaf: Any) -> str:
     """One leaf's part of a signature in words."""
     if leaf is float:
         return "a float"
+    if leaf[0] is UnreadValue:
+        return f"a {leaf[1].__name__} that no code reads"
     if len(leaf) == 2:
         return repr(leaf[1])[:40]
     shape, dtype, device = leaf[:3]

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from tutti.capture.forms import KeptConstant
 from tutti.capture.step import Captured
+from tutti.capture.unread import value_before
 from tutti.graph.edits.edit import NOTES
 from tutti.torch_private.pytrees import TreeSpec
 
@@ -62,7 +64,10 @@ def _results(captured: Captured) -> Any:
 
 def _form(spec: TreeSpec) -> Any:
     """A pytree form in parts, to tell a symbol in it from a number."""
-    return spec.type, spec.context, [_form(x) for x in spec.children()]
+    made = spec.context
+    if isinstance(made, KeptConstant):
+        made = [type(made), value_before(made.value)]
+    return spec.type, made, [_form(x) for x in spec.children()]
 
 
 def _alike(a: Any, b: Any) -> bool:

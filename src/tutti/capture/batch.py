@@ -23,6 +23,7 @@ from tutti.capture.handed import (
     unpacked,
 )
 from tutti.capture.keywords import Keywords
+from tutti.capture.unread import is_unread
 from tutti.errors import CaptureError
 from tutti.torch_private.pytrees import tree_unflatten
 
@@ -137,7 +138,7 @@ def _parameter(function: Callable[..., Any], place: int) -> str:
 
 def check(x: Any, *, constant: bool = True) -> None:
     """Raise `CaptureError` unless `x` may be a leaf of a batch, or of an argument that is no `constant`."""
-    if isinstance(x, Tensor | np.generic):
+    if isinstance(x, Tensor | np.generic) or is_unread(x):
         return
     for kind, why, fix in _REFUSED:
         if isinstance(x, kind) and _matters(x):

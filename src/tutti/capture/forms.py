@@ -22,6 +22,7 @@ from tutti.capture.back_references import (
     with_back_references,
     without_back_references,
 )
+from tutti.capture.unread import is_unread, value_now
 from tutti.errors import CaptureError
 from tutti.torch_private.pytrees import (
     SUPPORTED_NODES,
@@ -50,7 +51,7 @@ _WHOLE = (
     complex,
     type(None),
 )
-_IN_GRAPHS = (Tensor, torch.SymFloat, torch.SymInt, int, float, complex, str, type(None))
+_IN_GRAPHS = (Tensor, torch.SymFloat, torch.SymInt, int, float, complex, type(None))
 _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
 # The most objects inside of one in which to look for tensors.
 _LOOKED_AT = 2000
@@ -77,13 +78,13 @@ def flattened(value: Any) -> tuple[list[Any], TreeSpec]:
 
 
 class KeptConstant:
-    """A returned leaf that is neither a tensor nor a number: the same at every call."""
+    """A returned leaf that is neither a tensor nor a number: the same at every call, or one of the batch."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
-register_pytree_node(KeptConstant, lambda x: ([], x), lambda _, x: x.value)
+register_pytree_node(KeptConstant, lambda x: ([], x), lambda _, x: value_now(x.value))
 
 
 def returnable(result: Any) -> Any:
@@ -92,7 +93,7 @@ def returnable(result: Any) -> Any:
     Raises `CaptureError` for an iterator, which would be empty from the second call on.
     """
     leaves, form = flattened(result)
-    if all(isinstance(x, _IN_GRAPHS) for x in leaves):
+    if all(map(_is_in_graphs, leaves)):
         return result
     # A condition keeps its value, under a guard.
     leaves = [bool(x) if isinstance(x, torch.SymBool) else x for x in leaves]
@@ -103,9 +104,11 @@ def returnable(result: Any) -> Any:
                 why="Python runs once, while the step is captured: it would be empty at the next call",
                 fix="return a list: [...] instead of (... for ...); def instead of async def; no yield",
             )
-    return tree_unflatten(
-        [x if isinstance(x, _IN_GRAPHS) else KeptConstant(x) for x in leaves], form
-    )
+    return tree_unflatten([x if _is_in_graphs(x) else KeptConstant(x) for x in leaves], form)
+
+
+def _is_in_graphs(x: Any) -> bool:
+    return isinstance(x, _IN_GRAPHS) and not is_unread(x)
 
 
 def _made_known(x: Any) -> bool:

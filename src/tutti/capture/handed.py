@@ -28,6 +28,7 @@ from tutti.capture.keywords import Keywords
 from tutti.capture.python.left_values import computed_from
 from tutti.capture.python.plain_values import equal
 from tutti.capture.python.reach import OF_TRAINING, PLAIN, has_attributes, is_library, is_users
+from tutti.capture.unread import value_now
 from tutti.errors import CaptureError
 from tutti.torch_private.pytrees import tree_leaves, tree_map_only
 from tutti.user_lines import quoted, user_line
@@ -319,7 +320,7 @@ class Changes:
         """Write the plain values into the arguments of a call, and remove what the step has removed."""
         given = dict(arguments_in(batch))
         for place, path, value in self.written:
-            _put(given[place], path, value)
+            _put(given[place], path, value_now(value))
         for place, path in self.removed:
             _inside(given[place], path[:-1]).pop(path[-1], None)
 

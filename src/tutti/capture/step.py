@@ -91,6 +91,7 @@ from tutti.capture.state.tensor_attributes import TensorAttributes, refuse_in_ba
 from tutti.capture.substitutes.other_forms import OTHER_FORMS, in_other_forms
 from tutti.capture.substitutes.sparse import dense, dense_gradients, refuse_sparse_constants
 from tutti.capture.unexpected import named, refuse_untraced
+from tutti.capture.unread import refuse_reads
 from tutti.errors import CaptureError
 from tutti.graph.ops.late_errors import make_late
 from tutti.torch_private.fake_tensors import FakeTensorMode
@@ -548,6 +549,7 @@ class _Lifted:
         out, self.returned = flattened(returnable(result))
         self.num_returned = len(out)
         out += begun.leaves
+        refuse_reads(self.leaves, kept=begun.leaves)
         out += self.found.values()
         return list(map(_result, out))
 

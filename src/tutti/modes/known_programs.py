@@ -43,13 +43,17 @@ class KnownPrograms:
         `assumed` are the tensor values that the step has read in a run with other branches. With `tries`, a
         program that reads more of them may be it: that of a loop with more turns.
         """
-        found = self.by_key.get(self._key_of(signature), ())
+        found = self.of(signature)
         if len(found) > 1:
             found = sorted(found, key=lambda one: one is not self.last)
         compiled = _fitting((one for one in found if one.holds(given)), given, assumed, tries=tries)
         for module, training in compiled.modes if compiled is not None else ():
             module.training = training
         return compiled
+
+    def of(self, signature: Any) -> list[Compiled[Any]]:
+        """The programs of calls with this signature."""
+        return self.by_key.get(self._key_of(signature), [])
 
     def why_another(self, signature: Any, python: str) -> str:
         """Why a call needs another program; see `difference_between`."""

@@ -14,12 +14,15 @@ from tutti.calls.guards import MOST_WAYS, no_way
 from tutti.calls.numbers import Numbers
 from tutti.calls.signature import Signatures
 from tutti.calls.surroundings import is_cast, without_autocast
+from tutti.calls.unread_leaves import Trial, UnreadLeaves
+from tutti.capture.alike import difference
 from tutti.capture.handed import ArgumentsAhead
 from tutti.capture.python.assumed_values import Assumed
 from tutti.capture.python.read_places import Place
 from tutti.capture.state.first_form import SlotsAhead
 from tutti.capture.state.lift import state_of
 from tutti.capture.state.tensor_attributes import refuse_in_batch
+from tutti.capture.unread import LeafRead, is_unread
 from tutti.execution.collector import rarely_collected
 from tutti.execution.cuda_graph import op_by_op
 from tutti.execution.measure import peak_nbytes
@@ -28,7 +31,7 @@ from tutti.modes.compiled_program import Compiled
 from tutti.modes.known_programs import KnownPrograms
 from tutti.modes.mode import Mode
 from tutti.state.residence import run_device
-from tutti.torch_private.pytrees import tree_flatten
+from tutti.torch_private.pytrees import tree_flatten, tree_unflatten
 from tutti.user_lines import OnlyUsersFrames, users_level
 
 # A program, and the numbers of a call.
@@ -48,6 +51,7 @@ class Programs:
         self._signatures = Signatures(job.model, mode.running.optimizers)
         self._numbers = Numbers(job.optimizer)
         self.known = KnownPrograms(mode.signature)
+        self._unread = UnreadLeaves()
         self._num_made = self.num_traces = 0
         self.ahead: SlotsAhead | None = None
 
@@ -139,8 +143,49 @@ class Programs:
         `assumed` are the tensor values that the step has read in a run with other branches. With `tries`, a
         program that reads more of them may be it: that of a loop with more turns.
         """
-        running = self._running
-        version = self._signatures.version
+        given, suspect = self._unread.replaced(leaves, form), None
+        while True:
+            signature, numbers = self._called(given, form)
+            known = self.known.fitting(signature, numbers, assumed, tries=tries)
+            if known is not None:
+                return known, numbers
+            trial, modes = None, [(module, module.training) for module in self._signatures.modules]
+            if suspect is None:
+                trial = self._unread.trial(given, form, signature, self.known.signatures)
+                given = trial.leaves if trial is not None else given
+            try:
+                made, numbers = self._compiled(given, form, batch, assumed)
+            except (ArgumentsAhead, SlotsAhead):
+                raise
+            except (Exception, LeafRead) as error:
+                if not any(map(is_unread, given)):
+                    raise
+                given, suspect = leaves, (given, error)
+                continue
+            if suspect is not None:
+                self._unread.read(*suspect, form)
+            elif trial is not None and not self._confirmed(trial, made, form):
+                given, suspect = leaves, (given, None)
+                for module, training in modes:
+                    module.training = training
+                continue
+            return made, numbers
+
+    def _confirmed(self, trial: Trial, made: Compiled[Any], form: Any) -> bool:
+        """Whether a program without values of a batch is that of an earlier call, which has had them."""
+        earlier = self.known.of(trial.before)
+        captured = made.program.captured
+        if any(not difference(captured, one.program.captured) for one in earlier):
+            self._unread.keep(trial, form)
+            for one in earlier:  # no call finds it again
+                self.known.drop(one)
+            return True
+        self.known.drop(made)
+        return False
+
+    def _called(self, leaves: list[Any], form: Any) -> tuple[Any, dict[str, float]]:
+        """The signature and the numbers of a call."""
+        running, version = self._running, self._signatures.version
         python, numbers = running.python.now()
         signature = self._signatures.of(leaves, form, python)
         if self._signatures.version != version:  # other modules have other values
@@ -149,8 +194,18 @@ class Programs:
             signature = self._signatures.of(leaves, form, python)
         given = self._numbers.of(leaves, numbers)
         running.divergence.given(leaves, given, running.num_steps)
-        if (compiled := self.known.fitting(signature, given, assumed, tries=tries)) is not None:
-            return compiled, given
+        return signature, given
+
+    def _compiled(
+        self, leaves: list[Any], form: Any, batch: tuple[Any, ...], assumed: Assumed | None
+    ) -> Found:
+        """A new program for a call, and its numbers."""
+        running = self._running
+        python, numbers = running.python.now()
+        signature = self._signatures.of(leaves, form, python)
+        given = self._numbers.of(leaves, numbers)
+        if any(map(is_unread, leaves)):
+            batch = tree_unflatten(leaves, form)
         why = self.known.why_another(signature, running.python.other)
         running.divergence.anew = why
         modes = [(module, module.training) for module in self._signatures.modules]
