@@ -38,7 +38,7 @@ class Signatures:
 
         Raises `CaptureError` for a leaf of the batch that is neither tensor nor constant.
         """
-        if not are_same(values_of(self._children), self._below):
+        if not are_same(values_of(self._children), self._below) or self._are_of_other_classes():
             self.version += 1
             self._walk()
         groups = tuple(len(g["params"]) for one in self._optimizers for g in one.param_groups)
@@ -47,9 +47,14 @@ class Signatures:
         around = surroundings(trains=bool(self._optimizers))
         return made, form, groups, self.version, python, weights, self._hooks.now(), around
 
+    def _are_of_other_classes(self) -> bool:
+        """Whether a module has another class than at the last walk."""
+        return not are_same([*map(type, self.modules)], self._classes)
+
     def _walk(self) -> None:
         """Find the current modules, and the tables in which they hold each other."""
         self.modules = list(self._model.modules())
+        self._classes = list(map(type, self.modules))
         self._children = [children_of(m) for m in self.modules if children_of(m)]
         self._below = values_of(self._children)
         self._parameters = [parameters_of(m) for m in self.modules if parameters_of(m)]

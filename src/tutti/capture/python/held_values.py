@@ -113,6 +113,8 @@ class Table:
             held[key] = value
         elif value is MISSING:
             delattr(held, key)
+        elif isinstance(held, type) and isinstance(vars(held).get(key), staticmethod):
+            setattr(held, key, staticmethod(value))
         else:
             setattr(held, key, value)
 

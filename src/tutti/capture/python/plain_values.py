@@ -30,6 +30,16 @@ def equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and isinstance(a, PLAIN) and (a == b or (a != a and b != b))
 
 
+_BY_IDENTITY = (
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    frozenset,
+    property,
+    functools.cached_property,
+)
+
+
 def sign(value: Any) -> Any:
     """The key of a value, without its contents: a trace depends on it."""
     if isinstance(value, PLAIN):
@@ -37,7 +47,7 @@ def sign(value: Any) -> Any:
         return (type(value), value if plain else repr(value))
     if isinstance(value, Tensor):
         return (Tensor, tuple(value.shape), value.dtype, value.requires_grad)
-    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | frozenset):
+    if isinstance(value, _BY_IDENTITY):
         return value
     if isinstance(value, types.MethodType):
         return (value.__func__, type(value.__self__))

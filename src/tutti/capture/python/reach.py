@@ -135,6 +135,7 @@ class _Walk:
         # Objects of a library's modules (a configuration) whose attributes all count, to this depth.
         self._whole: dict[int, int] = {}
         self._todo: collections.deque[Callable[[], None]] = collections.deque()
+        self._methods_of: dict[type, list[str]] = {}  # by class, those that are in a table
 
     def go(self, step: Any, arguments: Mapping[str, Any], kinds: Iterable[type]) -> None:
         self._value(step, "")
@@ -260,16 +261,14 @@ class _Walk:
                 self._in_scope(scope, name)
 
     def _in_scope(self, scope: dict[str, Any], name: str) -> None:
-        value = scope[name]
-        if not isinstance(value, types.FunctionType | types.ModuleType | type):
-            table = self._scopes.get(id(scope))
-            if table is None:
-                table = self._scopes[id(scope)] = Table("", SCOPE, _is(scope), [])
-                self.tables.append(table)
-            assert table.keys is not None
-            if name not in table.keys:
-                table.keys.append(name)
-        self._value(value, name)
+        table = self._scopes.get(id(scope))
+        if table is None:
+            table = self._scopes[id(scope)] = Table("", SCOPE, _is(scope), [])
+            self.tables.append(table)
+        assert table.keys is not None
+        if name not in table.keys:
+            table.keys.append(name)
+        self._value(scope[name], name)
 
     def _cell(self, cell: Any, name: str, *, own: bool) -> None:
         if not self._new(cell):
@@ -426,15 +425,22 @@ class _Walk:
     def _methods(self, kind: type, called: frozenset[str] | None = None) -> None:
         """The code of a class: methods whose names are in code, and methods that Python calls itself."""
         called = _CALLED if called is None else called
+        own = dict[str, None]()  # the user may replace them
         for base in kind.__mro__:
             if not is_users(base.__module__):
                 continue
             for name, held in list(vars(base).items()):
                 if not (name in self.known or name in called):
                     continue
+                if isinstance(held, _METHODS) and not is_library(base.__module__):
+                    own[name] = None
                 for function in _functions(held):
                     if self._new(function):
                         self._todo.append(lambda f=function: self._function(f, f.__name__))
+        known = self._methods_of.setdefault(kind, [])
+        if new := [name for name in own if name not in known]:
+            known += new
+            self.tables.append(Table(f"{kind.__name__}.", SLOT, _is(kind), new))
 
     def _wanted(self, name: str) -> bool:
         return name in self.known or bool(self.known & _BY_ANY_NAME)
@@ -456,6 +462,8 @@ _OF_ALL_OPTIMIZERS = frozenset(torch.optim.SGD([torch.zeros(1)], 0.1).__dict__) 
 )
 # Methods that Python or PyTorch calls on an object, without those that make or print one.
 _MAKES = ("init", "new", "repr", "str", "reduce", "getstate", "setstate", "deepcopy", "copy", "del")
+# A class method is another object at each look.
+_METHODS = (types.FunctionType, staticmethod, property, functools.cached_property)
 _MAKING = frozenset({"__init__", "__new__", "__post_init__"})
 _CALLED = frozenset(
     {"forward", "step", "__call__", "__enter__", "__exit__", "__contains__", "__next__", "__iter__"}
