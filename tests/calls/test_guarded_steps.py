@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD
 
 import reading_programs as programs
@@ -107,3 +107,28 @@ def test_a_refusal_of_both_ways_is_told() -> None:
     played = tutti.distribute(step, model, SGD(model.parameters(), lr=0.1), "")
     with pytest.raises(tutti.CaptureError, match="writes a tensor's value into a text"):
         played(programs.batch(0))
+
+
+def test_a_step_of_many_ways_is_warned_of_with_the_line_that_reads() -> None:
+    """One branch for each parameter, as where DINO clips gradients one by one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(model: nn.Module, optimizer: Any, x: Tensor, bounds: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        for p, bound in zip(model.parameters(), bounds, strict=True):
+            assert p.grad is not None
+            if bound > 0:  # the read
+                p.grad.mul_(0.5)
+        optimizer.step()
+        return loss
+
+    step = tutti.distribute(train_step, model, optimizer, "")
+    with pytest.warns(
+        UserWarning, match=r"traced 8 times.*test_guarded_steps\.py:\d+: torch\.where"
+    ):
+        for k in range(8):
+            step(torch.randn(4, 4), torch.tensor([float(k >> i & 1) for i in range(8)]))

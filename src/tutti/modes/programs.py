@@ -234,7 +234,7 @@ class Programs:
         if not made.program.captured.other_modes:
             numbers = self._enter(made, leaves, form, walk=was_traced)
         if was_traced:
-            self._warn_of_retraces(why)
+            self._warn_of_retraces(f"{why}{made.program.captured.reads.hint}")
         self.known.keep_few(made)
         return made, self._numbers.of(leaves, numbers)
 

@@ -183,6 +183,15 @@ class Reads:
     def __len__(self) -> int:
         return len(self.symbols)
 
+    @property
+    def hint(self) -> str:
+        """For a warning of many traces: the first read, and how to do without; "" without reads."""
+        if not self.symbols:
+            return ""
+        return (
+            f"; it reads a tensor's value at {self.source}: torch.where or clamp needs one program"
+        )
+
     def refuse(self, where: str, fix: str) -> None:
         """Raise `CaptureError` if the trace reads any value."""
         if self.symbols:
