@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from tutti.calls.sharded_batch import kind_of, shardings_of
 from tutti.calls.weight_samples import Samples, offset_sample
-from tutti.capture.state.free_numbers import is_free_float
+from tutti.capture.state.free_numbers import FreeInt, is_free_number
 from tutti.capture.unread import is_unread, unread_kind
 from tutti.comm.collectives.bulletin import Bulletin
 from tutti.comm.collectives.exchange import exchange_texts
@@ -582,8 +582,10 @@ def _num_fixed(data: bytes) -> int:
 def _kind(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.shape, x.dtype, kind_of(x)
+    if is_free_number(x):
+        return FreeInt if type(x) is FreeInt else float
     if isinstance(x, float):
-        return float if is_free_float(x) else repr(x)
+        return repr(x)
     return type(x), unread_kind(x) if is_unread(x) else x
 
 
@@ -593,7 +595,9 @@ def _said(x: Any) -> str:
         return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}{sharded}"
     if is_unread(x):
         return f"a {unread_kind(x).__name__} that no code reads"
-    return "a float" if is_free_float(x) else repr(x)[:100]
+    if is_free_number(x):
+        return "a float" if isinstance(x, float) else "an integer in formulas"
+    return repr(x)[:100]
 
 
 def _without(leaves: Sequence[int], data: bytes) -> bytes:

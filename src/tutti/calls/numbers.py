@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tutti.calls.tables import are_same
-from tutti.capture.state.free_numbers import is_free_float
+from tutti.capture.state.free_numbers import is_free_number
 from tutti.capture.state.lift import SCHEDULED, hypers_of, numbers, optimizers_of
 
 
 class Numbers:
-    """The scheduled hyper-parameters of `optimizer` and a batch's floats, call by call."""
+    """The scheduled hyper-parameters of `optimizer` and a batch's numbers, call by call."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer, self._optimizers = optimizer, optimizers_of(optimizer)
@@ -38,8 +38,8 @@ class Numbers:
             return numbers(self._optimizer, leaves, python)
         if python:
             values |= python
-        floats = [x for x in leaves if is_free_float(x)]
-        return values | {f"number.{k}": x for k, x in enumerate(floats)} if floats else values
+        free = [+x for x in leaves if is_free_number(x)]
+        return values | {f"number.{k}": x for k, x in enumerate(free)} if free else values
 
 
 def _kind(value: Any) -> Any:

@@ -14,7 +14,7 @@ from tutti.calls.hooks import Hooks
 from tutti.calls.sharded_batch import kind_of
 from tutti.calls.surroundings import surroundings
 from tutti.calls.tables import are_same, values_of
-from tutti.capture.state.free_numbers import is_free_float
+from tutti.capture.state.free_numbers import FreeInt, is_free_number
 from tutti.capture.unread import UnreadValue, is_unread, unread_kind
 from tutti.errors import CaptureError
 from tutti.graph.text import SHORT
@@ -72,8 +72,10 @@ def _unsized(x: Any) -> Any:
 def _leaf(x: Any) -> Any:
     if isinstance(x, Tensor):
         return (tuple(x.shape), x.dtype, x.device, kind_of(x))
+    if is_free_number(x):
+        return FreeInt if type(x) is FreeInt else float
     if isinstance(x, float):
-        return float if is_free_float(x) else repr(x)
+        return repr(x)
     if is_unread(x):
         return (UnreadValue, unread_kind(x))
     try:
@@ -122,8 +124,8 @@ def _leaf_differences(now: Sequence[Any], before: Sequence[Any]) -> list[str]:
 
 def _told(leaf: Any) -> str:
     """One leaf's part of a signature in words."""
-    if leaf is float:
-        return "a float"
+    if leaf in (float, FreeInt):
+        return "a float" if leaf is float else "an integer in formulas"
     if leaf[0] is UnreadValue:
         return f"a {leaf[1].__name__} that no code reads"
     if len(leaf) == 2:

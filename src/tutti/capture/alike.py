@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from tutti.capture.forms import KeptConstant
+from tutti.capture.forms import form_of
 from tutti.capture.step import Captured
-from tutti.capture.unread import value_before
 from tutti.graph.edits.edit import NOTES
-from tutti.torch_private.pytrees import TreeSpec
 
 
 def difference(one: Captured, other: Captured) -> str:
@@ -54,20 +52,13 @@ def _constant(captured: Captured, node: fx.Node) -> Any:
 
 def _results(captured: Captured) -> Any:
     effects = [
-        ([entry.name for entry in e.entries], _form(e.spec), e.num_leaves) for e in captured.effects
+        ([entry.name for entry in e.entries], form_of(e.spec), e.num_leaves)
+        for e in captured.effects
     ]
     numbers = [(n.name, [entry.name for entry in n.entries]) for n in captured.numbers]
     outside = [*captured.outside]
     kept = captured.num_returned, outside, captured.trained
-    return _form(captured.returned), effects, numbers, *kept
-
-
-def _form(spec: TreeSpec) -> Any:
-    """A pytree form in parts, to tell a symbol in it from a number."""
-    made = spec.context
-    if isinstance(made, KeptConstant):
-        made = [type(made), value_before(made.value)]
-    return spec.type, made, [_form(x) for x in spec.children()]
+    return form_of(captured.returned), effects, numbers, *kept
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -22,7 +22,7 @@ from tutti.capture.back_references import (
     with_back_references,
     without_back_references,
 )
-from tutti.capture.unread import is_unread, value_now
+from tutti.capture.unread import is_unread, value_before, value_now
 from tutti.errors import CaptureError
 from tutti.torch_private.pytrees import (
     SUPPORTED_NODES,
@@ -85,6 +85,14 @@ class KeptConstant:
 
 
 register_pytree_node(KeptConstant, lambda x: ([], x), lambda _, x: value_now(x.value))
+
+
+def form_of(spec: TreeSpec) -> Any:
+    """The form of a result in parts, to compare: a symbol in it is no number."""
+    made = spec.context
+    if isinstance(made, KeptConstant):
+        made = [type(made), value_before(made.value)]
+    return spec.type, made, [form_of(x) for x in spec.children()]
 
 
 def returnable(result: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import tutti.capture.python.outside_kept  # noqa: F401  # which registers itself for trial steps
 from tutti.capture.batch import argument_with, called, name_of, taken
-from tutti.capture.forms import flattened, returnable
+from tutti.capture.forms import flattened, form_of, returnable
 from tutti.capture.handed import (
     ArgumentsAhead,
     Changes,
@@ -41,6 +41,7 @@ from tutti.capture.python.left_values import (
     LeftValue,
     ModuleTables,
     are_alike,
+    have_same_results,
     refuse_kept,
     refuse_lost,
 )
@@ -68,7 +69,7 @@ from tutti.capture.state.compiled import nothing_compiled
 from tutti.capture.state.first_form import make_slots
 from tutti.capture.state.first_options import options_watched, refuse_first_options
 from tutti.capture.state.found_gradients import Found, found_gradients, note_found
-from tutti.capture.state.free_numbers import is_free_float
+from tutti.capture.state.free_numbers import is_free_number
 from tutti.capture.state.gradients import (
     Gradients,
     gradients_there,
@@ -91,11 +92,12 @@ from tutti.capture.state.tensor_attributes import TensorAttributes, refuse_in_ba
 from tutti.capture.substitutes.other_forms import OTHER_FORMS, in_other_forms
 from tutti.capture.substitutes.sparse import dense, dense_gradients, refuse_sparse_constants
 from tutti.capture.unexpected import named, refuse_untraced
-from tutti.capture.unread import refuse_reads
+from tutti.capture.unread import LeafRead, refuse_reads
 from tutti.errors import CaptureError
 from tutti.graph.ops.late_errors import make_late
 from tutti.torch_private.fake_tensors import FakeTensorMode
 from tutti.torch_private.pytrees import TreeSpec, tree_unflatten
+from tutti.torch_private.symbolic import expression_of
 from tutti.torch_private.tracing import trace, without_code
 from tutti.user_lines import quoted
 
@@ -107,8 +109,8 @@ class Captured:
     """A training step as one functional graph.
 
     The graph's placeholders are `inputs`, in order: state by name, hyper-parameters by name, then the
-    batch's floats as `number.0`, ... and its tensors as `batch.0`, ... Other leaves of the batch are
-    constants. Its output is `(returned leaves, new state values)`,
+    batch's floats and free integers as `number.0`, ... and its tensors as `batch.0`, ... Other leaves of the
+    batch are constants. Its output is `(returned leaves, new state values)`,
     the latter in the order of `updated`.
 
     The hyper-parameters include the step's own `numbers`. The leaves of its `effects` follow the
@@ -289,9 +291,10 @@ def _traced(
                 raise ways.reason(error)  # noqa: B904  # mostly this error itself
             continue
         numbers = {n.name: n for n in lifted.python.numbers}
-        looked_at = looked_at_by_ops(
-            traced, lifted.names, {*numbers, str(ITEM)}, lifted.free_symbols
-        )
+        wanted = {*numbers, *lifted.free_integers, str(ITEM)}
+        looked_at = looked_at_by_ops(traced, lifted.names, wanted, lifted.free_symbols)
+        if sizes := looked_at.keys() & lifted.free_integers.keys():
+            raise LeafRead(lifted.free_integers[min(sizes)])
         if str(ITEM) in looked_at:
             raise size_refused(looked_at[str(ITEM)])
         new = lifted.changed - findings.varying - findings.fixed - {h.name for h in lifted.hypers}
@@ -299,6 +302,9 @@ def _traced(
             findings.fixed |= {entry.name for name in looked_at for entry in numbers[name].entries}
         elif new:
             findings.varying |= new
+        elif texts := lifted.numbers_of_texts(traced):
+            lifted.refuse_texts(texts - numbers.keys())
+            findings.fixed |= {e.name for name in texts for e in numbers[name].entries}
         else:
             with contextlib.suppress(TraceAgain):
                 lifted.settle(traced)
@@ -327,7 +333,7 @@ class _Lifted:
         self.train_step, self.model, self.optimizer = train_step, model, optimizer
         self.state, self.leaves, self.spec, self.mode = state, leaves, spec, mode
         self.hypers = hypers_of(optimizer)
-        self.number_leaves = [i for i, x in enumerate(leaves) if is_free_float(x)]
+        self.number_leaves = [i for i, x in enumerate(leaves) if is_free_number(x)]
         self.tensor_leaves = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         self.names = (
             [s.name for s in state]
@@ -340,7 +346,7 @@ class _Lifted:
             [fake(s.tensor, mode) for s in state]
             + [symbol(h.name, h.value, mode) for h in self.hypers]
             + [symbol(n.name, n.value, mode) for n in python.numbers]
-            + [symbol(f"number.{k}", leaves[i], mode) for k, i in enumerate(self.number_leaves)]
+            + [symbol(f"number.{k}", +leaves[i], mode) for k, i in enumerate(self.number_leaves)]
             + fakes([leaves[i] for i in self.tensor_leaves], mode, free)
         )
         self.free_symbols = frozenset(free.symbols.values()) if free else frozenset[Any]()
@@ -375,6 +381,12 @@ class _Lifted:
         """The numbers of the trace."""
         assert isinstance(self.mode.shape_env, Symbols)
         return self.mode.shape_env
+
+    @property
+    def free_integers(self) -> dict[str, int]:
+        """By input name, the positions of integers among the leaves of the batch that are inputs."""
+        named = {f"number.{k}": i for k, i in enumerate(self.number_leaves)}
+        return {name: i for name, i in named.items() if isinstance(self.leaves[i], int)}
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -452,12 +464,45 @@ class _Lifted:
 
     def _call(self, traced: fx.GraphModule) -> LeftTrace:
         effects = tuple((e.entries[0].name, e.num_leaves) for e in self.effects)
-        return LeftTrace(traced, self.num_returned, effects, tuple(self.resized))
+        assert self.returned is not None
+        texts = [x for *_, x in self.changes.written if isinstance(x, str)]
+        forms = [form_of(self.returned), *(form_of(e.spec) for e in self.effects), texts]
+        return LeftTrace(traced, self.num_returned, effects, tuple(self.resized), forms)
 
-    def _later_trace(self, left: Sequence[LeftValue]) -> LeftTrace | None:
-        """A trace that starts with the values `left`; None if it fails. This object stays as it is."""
+    def numbers_of_texts(self, traced: fx.GraphModule) -> set[str]:
+        """The names of input numbers on whose texts the results depend; a label in a log does not count."""
+        written = self.symbols.written
+        if not written:
+            return set()
+        first = self._call(traced)
+        later = self._later_trace([], other_texts=True)
+        if later is not None and have_same_results(first, later):
+            return set()
+        given = zip(self.names, self.inputs, strict=True)
+        numbers = {n: expression_of(x) for n, x in given if isinstance(x, SYMBOLS)}
+        return {n for n, x in numbers.items() if x.free_symbols & written}
+
+    def refuse_texts(self, names: set[str]) -> None:
+        """Raise `LeafRead` or `CaptureError` for such a number that is not among the step's own."""
+        if own := names & self.free_integers.keys():
+            raise LeafRead(self.free_integers[min(own)])
+        if names:
+            raise CaptureError(
+                "the step makes a text of a float, and its results depend on the text",
+                at=quoted(self.symbols.written_at),
+                why="the step is captured once: each call would have the text of this one",
+                fix="make the text outside of the step, and hand it over as an argument",
+            )
+
+    def _later_trace(
+        self, left: Sequence[LeftValue], *, other_texts: bool = False
+    ) -> LeftTrace | None:
+        """A trace that starts with the values `left`; None if it fails. This object stays as it is.
+
+        With `other_texts` numbers in texts have other values.
+        """
         known, guards = dict(vars(self)), list(self.symbols.guards)
-        self.before = list(left)
+        self.before, self.symbols.other_texts = list(left), other_texts
         try:
             return self._call(self.trace())
         except (Exception, SystemExit):
@@ -466,6 +511,7 @@ class _Lifted:
             self.tables.put_back()
             vars(self).update(known)
             self.symbols.guards[:] = guards
+            self.symbols.other_texts = False
 
     def trace(self) -> fx.GraphModule:
         with (

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from tutti.calls.accelerate_schedulers import refuse_schedulers_of_processes
+from tutti.calls.changing_leaves import ChangingLeaves, Trial, are_replaced
 from tutti.calls.guards import MOST_WAYS, no_way
 from tutti.calls.numbers import Numbers
 from tutti.calls.signature import Signatures
 from tutti.calls.surroundings import is_cast, without_autocast
-from tutti.calls.unread_leaves import Trial, UnreadLeaves
 from tutti.capture.alike import difference
 from tutti.capture.handed import ArgumentsAhead
 from tutti.capture.python.assumed_values import Assumed
@@ -22,7 +22,7 @@ from tutti.capture.python.read_places import Place
 from tutti.capture.state.first_form import SlotsAhead
 from tutti.capture.state.lift import state_of
 from tutti.capture.state.tensor_attributes import refuse_in_batch
-from tutti.capture.unread import LeafRead, is_unread
+from tutti.capture.unread import LeafRead
 from tutti.execution.collector import rarely_collected
 from tutti.execution.cuda_graph import op_by_op
 from tutti.execution.measure import peak_nbytes
@@ -51,7 +51,7 @@ class Programs:
         self._signatures = Signatures(job.model, mode.running.optimizers)
         self._numbers = Numbers(job.optimizer)
         self.known = KnownPrograms(mode.signature)
-        self._unread = UnreadLeaves()
+        self._changing = ChangingLeaves()
         self._num_made = self.num_traces = 0
         self.ahead: SlotsAhead | None = None
 
@@ -143,7 +143,7 @@ class Programs:
         `assumed` are the tensor values that the step has read in a run with other branches. With `tries`, a
         program that reads more of them may be it: that of a loop with more turns.
         """
-        given, suspect = self._unread.replaced(leaves, form), None
+        given, suspect = self._changing.replaced(leaves, form), None
         while True:
             signature, numbers = self._called(given, form)
             known = self.known.fitting(signature, numbers, assumed, tries=tries)
@@ -151,32 +151,36 @@ class Programs:
                 return known, numbers
             trial, modes = None, [(module, module.training) for module in self._signatures.modules]
             if suspect is None:
-                trial = self._unread.trial(given, form, signature, self.known.signatures)
+                trial = self._changing.trial(given, form, signature, self.known.signatures)
                 given = trial.leaves if trial is not None else given
             try:
                 made, numbers = self._compiled(given, form, batch, assumed)
             except (ArgumentsAhead, SlotsAhead):
                 raise
             except (Exception, LeafRead) as error:
-                if not any(map(is_unread, given)):
+                if not are_replaced(given):
                     raise
                 given, suspect = leaves, (given, error)
                 continue
             if suspect is not None:
-                self._unread.read(*suspect, form)
+                self._changing.fail(*suspect, form)
             elif trial is not None and not self._confirmed(trial, made, form):
                 given, suspect = leaves, (given, None)
                 for module, training in modes:
                     module.training = training
                 continue
+            self._changing.note_program(given, form)
             return made, numbers
 
     def _confirmed(self, trial: Trial, made: Compiled[Any], form: Any) -> bool:
         """Whether a program without values of a batch is that of an earlier call, which has had them."""
+        if trial.is_free:
+            self._changing.keep(trial, form)
+            return True
         earlier = self.known.of(trial.before)
         captured = made.program.captured
         if any(not difference(captured, one.program.captured) for one in earlier):
-            self._unread.keep(trial, form)
+            self._changing.keep(trial, form)
             for one in earlier:  # no call finds it again
                 self.known.drop(one)
             return True
@@ -204,7 +208,7 @@ class Programs:
         python, numbers = running.python.now()
         signature = self._signatures.of(leaves, form, python)
         given = self._numbers.of(leaves, numbers)
-        if any(map(is_unread, leaves)):
+        if are_replaced(leaves):
             batch = tree_unflatten(leaves, form)
         why = self.known.why_another(signature, running.python.other)
         running.divergence.anew = why

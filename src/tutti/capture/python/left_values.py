@@ -187,12 +187,14 @@ class LeftTrace:
     """A trace, and the leaves of its results: the returned ones, then by name those of each effect.
 
     `resized` has the lists in modules with another length at its end: name, length before and after.
+    `forms` are those of all results, with their constants.
     """
 
     traced: fx.GraphModule
     num_returned: int
     effects: tuple[tuple[str, int], ...]
     resized: tuple[tuple[str, int, int], ...] = ()
+    forms: Any = None
 
     def results(self) -> dict[str, list[Any]]:
         """By name, the leaves; of returned values by ""."""
@@ -221,6 +223,12 @@ def refuse_lost(left: Sequence[LeftValue], first: LeftTrace, later: LeftTrace) -
         raise refused_change(*one)
     if not are_alike(first, later):
         raise left[0].refused_item() if left[0].is_item else left[0].refused()
+
+
+def have_same_results(one: LeftTrace, other: LeftTrace) -> bool:
+    """Whether two traces compute the same, under the same names and in the same forms."""
+    same = (one.effects, one.resized, one.forms) == (other.effects, other.resized, other.forms)
+    return same and are_alike(one, other)
 
 
 def are_alike(one: LeftTrace, other: LeftTrace) -> bool:

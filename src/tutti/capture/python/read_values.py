@@ -35,7 +35,7 @@ from tutti.torch_private.symbolic import (
     SymNode,
     expression_of,
 )
-from tutti.user_lines import is_users, quoted
+from tutti.user_lines import is_users, quoted, user_line
 
 aten = torch.ops.aten
 ITEM = aten._local_scalar_dense.default
@@ -63,6 +63,10 @@ class Symbols(NumberEnv):
         # Answers to questions of `math` about a read number, which no symbol can answer.
         self.asked: list[tuple[str, Any, bool]] = []
         self.readers: list[ValueReader] = []
+        # The inputs that the step writes into texts; with `other_texts` these are of other values.
+        self.written: set[sympy.Symbol] = set()
+        self.written_at = ""  # the first line that does
+        self.other_texts = False
         self._names = Places()
         self._guesses = LoopReads(assumed, loops)
 
@@ -73,6 +77,7 @@ class Symbols(NumberEnv):
         """
         self.reads, self.places, self.hints, self.kinds = [], [], [], []
         self.asked, self.readers = [], []
+        self.written, self.written_at = set(), ""
         self._names.begin(root)
         self._guesses.begin(work)
         self._sites: dict[Any, Site] = {}
@@ -165,6 +170,15 @@ class Symbols(NumberEnv):
         self.asked.append((name, expr, answer))
         return answer
 
+    def text(self, x: Any, name: str, rest: tuple[Any, ...]) -> str:
+        """The text of an input number, by the method `name`."""
+        self.written |= expression_of(x).free_symbols
+        self.written_at = self.written_at or user_line()
+        value = bool(x) if isinstance(x, torch.SymBool) else x.node.hint
+        if self.other_texts and not isinstance(value, bool):
+            value = value * 1009 + 7
+        return getattr(type(value), name)(value, *rest)
+
     def is_read(self, x: Any) -> bool:
         """Whether a number depends on a read one."""
         return bool(expression_of(x).free_symbols & {*self.reads})
@@ -239,17 +253,21 @@ def _symbol_of(node: fx.Node) -> Any:
 def symbols_stay(symbols: Symbols) -> Iterator[None]:
     """Inside, refuse a plain number or a text from a number read from a tensor: it would be of this call.
 
+    Texts of input numbers are noted: they count if the step uses them as more than labels.
+
     A tensor of which the values are known (`known_values.py`) gives its numbers.
     """
 
     def guarded(patch: Patch) -> Callable[..., Any]:
         plain = patch.original
-        does = _WRITES if patch.name in ("__format__", "__str__", "__repr__") else _CONVERTS
+        writes = patch.name in ("__format__", "__str__", "__repr__")
 
         def checked(x: Any, *rest: Any) -> Any:
-            if is_users(caller().f_code.co_filename) and symbols.is_read(x):
-                refuse_conversion() if does is _CONVERTS else _refuse(does, _OUTSIDE)
-            return plain(x, *rest)
+            if not is_users(caller().f_code.co_filename):
+                return plain(x, *rest)
+            if symbols.is_read(x):
+                _refuse(_WRITES, _OUTSIDE) if writes else refuse_conversion()
+            return symbols.text(x, patch.name, rest) if writes else plain(x, *rest)
 
         return checked
 

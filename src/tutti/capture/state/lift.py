@@ -21,7 +21,7 @@ from tutti.capture.state.first_step import (
     take_first_step,
 )
 from tutti.capture.state.first_values import first_values
-from tutti.capture.state.free_numbers import is_free_float
+from tutti.capture.state.free_numbers import is_free_number
 from tutti.capture.state.fused import as_ops, qualifies
 from tutti.capture.state.trial_steps import trial
 from tutti.errors import CaptureError, TuttiError
@@ -146,10 +146,10 @@ def numbers(
     optimizer: Any, leaves: Sequence[Any], python: Mapping[str, float] | None = None
 ) -> dict[str, float]:
     """Every number that is an input of the graph, by name: hyper-parameters, those of the step's own
-    `python`, and floats of the batch."""
+    `python`, and those of the batch."""
     values = {h.name: h.value for h in hypers_of(optimizer)} | dict(python or {})
-    floats = [x for x in leaves if is_free_float(x)]
-    return values | {f"number.{k}": x for k, x in enumerate(floats)}
+    free = [+x for x in leaves if is_free_number(x)]
+    return values | {f"number.{k}": x for k, x in enumerate(free)}
 
 
 def is_scheduled(key: str, value: Any) -> bool:

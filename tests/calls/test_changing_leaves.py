@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -203,6 +204,35 @@ def with_an_index(model: nn.Module, optimizer: Any, batch: dict[str, Any]) -> Te
     return _trained(model, optimizer, batch["x"][k:], batch["y"][k:])
 
 
+def of_tokens(model: nn.Module, optimizer: Any, batch: dict[str, Any]) -> Any:
+    """As fairseq's criteria."""
+    count = batch["name"]
+    return _trained(model, optimizer, batch["x"], batch["y"], 1 / count / math.log(2)), count
+
+
+def at_some(model: nn.Module, optimizer: Any, batch: dict[str, Any]) -> Tensor:
+    scale = 2.0 if batch["name"] % 2 == 0 else max(batch["name"], 5) // 2
+    return _trained(model, optimizer, batch["x"], batch["y"], scale)
+
+
+def of_turns(model: nn.Module, optimizer: Any, batch: dict[str, Any]) -> Tensor:
+    scale = 1.0
+    for k in range(batch["name"]):
+        scale = scale * 1.1 - k * 0.01
+    return _trained(model, optimizer, batch["x"], batch["y"], scale)
+
+
+def as_a_text(model: nn.Module, optimizer: Any, batch: dict[str, Any]) -> Any:
+    scale = len(f"head{batch['name'] ** 2}")
+    return {f"loss_{batch['name']}": _trained(model, optimizer, batch["x"], batch["y"], scale)}
+
+
+def as_a_key(model: nn.Module, optimizer: Any, batch: dict[str, Any]) -> Tensor:
+    return _trained(
+        model, optimizer, batch["x"], batch["y"], [1.0, 2.0, 0.5, 3.0][batch["name"] % 4]
+    )
+
+
 def kept(model: Any, optimizer: Any, batch: dict[str, Any]) -> Tensor:
     before = getattr(model, "latest", "a")
     model.latest = batch["name"]
@@ -229,6 +259,11 @@ READ = [
     (measured, _dict, "name"),
     (of_an_integer, _dict, "int"),
     (with_an_index, _dict, "int"),
+    (of_tokens, _dict, "int"),
+    (at_some, _dict, "int"),
+    (of_turns, _dict, "int"),
+    (as_a_text, _dict, "int"),
+    (as_a_key, _dict, "int"),
 ]
 
 
@@ -285,10 +320,19 @@ def test_values_that_the_step_reads_count_at_each_call(at: int) -> None:
     _same(of_read(at, "")[0], of_read(at, None)[0])
 
 
+def test_a_count_in_formulas_is_an_input() -> None:
+    """A trace of the first call, a trial and a trace of the second, and a trial of the third."""
+    at = next(k for k, one in enumerate(READ) if one[0] is of_tokens)
+    found, num_traces = of_read(at, "")
+    _same(found, of_read(at, None)[0])
+    assert num_traces == 3
+
+
 @pytest.mark.parametrize("layout", ["data=2", "data=2 zero=3", "pipe=2 micro=2"])
 def test_on_ranks(ranks: Ranks, layout: str) -> None:
     for function, makes in ((of_unread, UNREAD), (of_read, READ)):
-        for at in (0, 6, 7):  # not a stack of samples, which micro-batches do not split
+        names = (in_a_dict, returned, put_elsewhere, looked_up, of_tokens)
+        for at in (k for k, one in enumerate(makes) if one[0] in names):
             for found, _ in ranks.run(function, at, layout, n=2):
                 _same(found, function(at, None)[0])
         assert makes
