@@ -84,12 +84,25 @@ class Divergence:
         self._waited = False
         self._failed = ""
         self._past: deque[tuple[int, bytes, list[int]]] = deque(maxlen=2)
+        self._equal_at: int | None = None  # the last checkpoint with equal values on all ranks
 
     def given(self, leaves: Sequence[Any], given: Mapping[str, Any], num_steps: int) -> None:
         """Begin a call: the leaves of its batch, its numbers, and the number of earlier steps."""
         self._leaves, self._given, self._num_steps = leaves, given, num_steps
         found = shardings_of(leaves, self._layout.mesh)
         self._sharded = {k: sharding.axes for k, sharding in found.items()}
+
+    def note_equal(self, num_steps: int) -> None:
+        """Ranks hold the same values of what they have in common, and a checkpoint has them."""
+        self._equal_at = num_steps
+
+    @property
+    def fix_of_state(self) -> str:
+        """What to do about ranks with other values of a tensor."""
+        known = "the last checkpoint"
+        if self._equal_at is not None:
+            known = f"the checkpoint of step {self._equal_at}, with the same values on all ranks"
+        return f"change weights on every rank, or load {known}"
 
     def first(self) -> None:
         """At the first call of this step all ranks agree on a number for it."""
@@ -446,7 +459,7 @@ class Divergence:
             f"before step {self._num_steps}",
             "ranks that hold the same part of a weight must hold the same values; it was looked at "
             f"{ago} {'call' if ago == 1 else 'calls'} before",
-            "change weights on every rank, or load the last checkpoint",
+            self.fix_of_state,
         )
 
     def _unlike(self, j: int, call: int, mine: bytes, theirs: bytes) -> str:

@@ -28,7 +28,13 @@ from tutti.resuming.run_save import RunSave
 from tutti.resuming.state_trees import TreeWriter
 from tutti.saving.hyper_parameters import groups_of
 from tutti.saving.state_share import StateShare
-from tutti.saving.step_checkpoint import by_ranks_left, open_for, state_share, write_state
+from tutti.saving.step_checkpoint import (
+    by_ranks_left,
+    open_for,
+    refuse_unequal,
+    state_share,
+    write_state,
+)
 
 # The names of tensors beside those of the first step; no module has such a name.
 PREFIX = "run/"
@@ -151,6 +157,8 @@ class Saver:
             return self.save(step, metrics, history)
         ranks = ranks_of()
 
+        self._refuse_unequal(step, ranks)
+
         def make() -> Made:
             if ranks.leads:
                 self._own()
@@ -158,7 +166,7 @@ class Saver:
             return save, self._shares(tensors, ranks)
 
         background.begin(self._what(step), make)
-        self.damaged.discard(step)
+        self._note_saved(step)
 
     def background_state(self) -> str:
         """The state of this rank's background save: `DONE`, `BUSY`, or `FAILED`."""
@@ -181,6 +189,15 @@ class Saver:
 
     def _what(self, step: int) -> str:
         return f"cannot write the checkpoint {run_folder.path_of(self._folder, step)}"
+
+    def _refuse_unequal(self, step: int, ranks: Unanimous) -> None:
+        for running in self._runnings:
+            refuse_unequal(running, ranks, self._what(step))
+
+    def _note_saved(self, step: int) -> None:
+        self.damaged.discard(step)
+        for running in self._runnings:
+            running.divergence.note_equal(step)
 
     def save(self, step: int, metrics: Mapping[str, float], history: Mapping[str, Tensor]) -> None:
         """Save everything as the checkpoint of `step`: durable, then visible, then remove older ones.
@@ -207,6 +224,7 @@ class Saver:
         history: Mapping[str, Tensor],
         ranks: Unanimous,
     ) -> None:
+        self._refuse_unequal(step, ranks)
         steps = self._parts.steps
         made: list[tuple[RunSave, Mapping[str, Tensor]]] = []
 
@@ -227,7 +245,7 @@ class Saver:
             write_state(steps[name].mode.running, path, extra, ranks, more)
 
         save.write(write_part, ranks)
-        self.damaged.discard(step)
+        self._note_saved(step)
 
     def _made(
         self, step: int, metrics: Mapping[str, float], history: Mapping[str, Tensor]

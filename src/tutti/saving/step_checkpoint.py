@@ -31,6 +31,7 @@ from tutti.launch.ranks import ensure_process_group
 from tutti.launch.roles import is_first_worker
 from tutti.remote_paths import is_of_one_process, is_remote
 from tutti.saving import (
+    equal_ranks,
     hyper_parameters,
     model_file,
     replica_checkpoint,
@@ -41,7 +42,7 @@ from tutti.saving.local_part import part_of
 from tutti.saving.slot_places import make_slot_places
 from tutti.saving.state_share import StateShare
 from tutti.state.residence import is_here, local_of, set_local
-from tutti.state.residences import adopt, known_residence, refuse_open
+from tutti.state.residences import adopt, known_residence, refuse_open, residence_of
 from tutti.state.shards import plain_dtensor, unguarded
 
 COUNT = "num_steps"
@@ -124,12 +125,34 @@ def save(running: Running, path: Path, extra: Mapping[str, Any] | None) -> None:
     """Save all of the state; it becomes visible, whole, by one rename."""
 
     def act(ranks: Unanimous) -> None:
-        if _names_weights(path):
+        is_weights = _names_weights(path)
+        kind = "" if is_weights else "the checkpoint "
+        refuse_unequal(running, ranks, f"cannot write {kind}{path}")
+        if is_weights:
             model_file.save(running, path, ranks)
         else:
             write_state(running, path, dict(extra or {}), ranks)
+            running.divergence.note_equal(running.num_steps)
 
     by_ranks_left(running, act)
+
+
+def refuse_unequal(running: Running, ranks: Unanimous, what: str) -> None:
+    """Compare what ranks hold in common before a save; all ranks of it call together.
+
+    Args:
+        what: a description of the failure.
+
+    Raises:
+        CheckpointError: on every rank, two of them hold other values of a tensor.
+    """
+    if (
+        running.begun and ranks.size > 1
+    ):  # before the first call rank 0's values are those of the run
+        home = residence_of(running.job.model, running.job.layout)
+        equal_ranks.refuse_unequal(
+            _state(running), home, ranks, what, running.divergence.fix_of_state
+        )
 
 
 def _names_weights(path: Path) -> bool:
@@ -337,4 +360,5 @@ def read_state(running: Running, reading: Reading, ranks: Unanimous) -> dict[str
     running.num_steps = int(fresh[COUNT])
     replica_checkpoint.take_over(running, reading, remembered)
     hyper_parameters.take_over(running.job.optimizer, reading.manifest.groups)
+    running.divergence.note_equal(running.num_steps)
     return reading.manifest.extra
