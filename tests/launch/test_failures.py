@@ -107,6 +107,11 @@ def lost_in_a_save(rank: int, seconds: float) -> Failure:
     )
 
 
+def unanswered(rank: int, seconds: float) -> Failure:
+    text = "CommError: no answer from server 0 for 10 s\n  why  it cannot be reached (Connection refused)"
+    return Failure(rank, "CommError", text, seconds, is_tutti=True, is_comm=True, line="train.py:9")
+
+
 WAITS = "rank 0 waited in all_reduce over data (8 B) at train.py:9"
 ENDS: dict[str, tuple[list[RankEnd], str]] = {
     "an exception beats a rank that the launcher killed": (
@@ -146,6 +151,26 @@ ENDS: dict[str, tuple[list[RankEnd], str]] = {
     "os._exit": (
         [end(0, 1, lost(0, 2.5)), end(1, 3, seen=Seen(2.0))],
         "CommError: rank 1 ended (exit code 3, without Python's exit, as by os._exit); " + WAITS,
+    ),
+    "os._exit(0) in the middle of a step of the others": (
+        [end(0, 1, lost(0, 2.5)), end(1, 0, seen=Seen(2.6))],
+        "CommError: rank 1 ended (exit code 0, without Python's exit, as by os._exit); " + WAITS,
+    ),
+    "os._exit(0), and the others waited for it": (
+        [end(0, 1, late(0, 9.0)), end(1, 0, seen=Seen(2.0))],
+        "CommError: rank 1 ended (exit code 0, without Python's exit, as by os._exit); " + WAITS,
+    ),
+    "os._exit(0) after the failure of another": (
+        [end(0, 1, late(0, 9.0)), end(1, 0, seen=Seen(12.0))],
+        "[rank 0] CommError: rank 1 did not join rank 0 in all_reduce over data (8 B) within 3 s",
+    ),
+    "a server that came back too late, and left once its workers had failed": (
+        [
+            end(0, 1, unanswered(0, 9.0)),
+            end(1, 1, unanswered(1, 9.1)),
+            end(2, 0, ended=Exit(2, 0, 15)),
+        ],
+        "[rank 0] CommError: no answer from server 0 for 10 s",
     ),
     "sys.exit": (
         [end(0, 1, lost(0, 2.5)), end(1, 3, ended=Exit(1, 3, 2.0))],

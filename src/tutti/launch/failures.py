@@ -17,7 +17,8 @@ _STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 _INTERRUPTED = (-signal.SIGINT, 128 + signal.SIGINT)
 _UNKNOWN = float("inf")
 UNSEEN = Seen()
-
+# So much later than the other ranks the launcher may notice the end of one.
+SEEN_SECONDS = 2.0
 
 # In the messages of Gloo, also where no collective is known.
 _OF_TRANSPORT = "gloo/transport/"
@@ -85,6 +86,18 @@ class RankEnd:
         )
 
     @property
+    def is_gone(self) -> bool:
+        """Whether the rank ended with exit code 0, in good order or without Python's exit."""
+        without = self.ended is None and self.exit_code == 0
+        return self.left_early or (without and self.failure is None and not self.was_stopped)
+
+    def left_before(self, seconds: float) -> bool:
+        """Whether a rank that `is_gone` was gone at a time, or may have been."""
+        noted = self.ended is not None and self.ended.seconds is not None
+        late = 0.0 if noted else SEEN_SECONDS
+        return self.seconds == _UNKNOWN or self.seconds - late < seconds
+
+    @property
     def how(self) -> str:
         """Such as "failed (ValueError)", "died (signal 11, SIGSEGV)", "left early (exit code 0)"."""
         code = self.exit_code
@@ -106,7 +119,11 @@ class RankEnd:
             return f"died (signal 9){reason}"
         if code is not None and code < 0:
             return f"died (signal {-code}, {signal.Signals(-code).name})"
-        by = "" if self.ended is not None or not code else ", without Python's exit, as by os._exit"
+        by = (
+            ""
+            if self.ended is not None or code is None
+            else ", without Python's exit, as by os._exit"
+        )
         return f"ended (exit code {code or 0}{by})"
 
     @property
@@ -163,12 +180,10 @@ def first_cause(ends: list[RankEnd]) -> RankEnd:
 
     cause = min(ends, key=order)
     failure = cause.failure
-    left_early = [
-        end for end in ends if end.left_early and (cause.is_victim or end.seconds < cause.seconds)
-    ]
-    # Only ranks that lost a peer, or waited for one, failed: the peer had ended in good order before.
-    if failure is not None and (cause.is_victim or failure.is_comm) and left_early:
-        return left_early[0]
+    # Only ranks that lost a peer, or waited for one, failed: the peer had ended with exit code 0 before.
+    before = [end for end in ends if end.is_gone and end.left_before(cause.seconds)]
+    if failure is not None and (cause.is_victim or failure.is_comm) and before:
+        return min(before, key=lambda end: end.seconds)
     return cause
 
 
