@@ -112,6 +112,13 @@ def unanswered(rank: int, seconds: float) -> Failure:
     return Failure(rank, "CommError", text, seconds, is_tutti=True, is_comm=True, line="train.py:9")
 
 
+def in_vain(rank: int, seconds: float, collective: str = "barrier") -> Failure:
+    said = "RuntimeError: [/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 12000ms for recv"
+    text = f"Traceback (most recent call last):\n  ...\n{said}"
+    more: Any = {"line": "train.py:7", "collective": collective, "said": said}
+    return Failure(rank, "RuntimeError", text, seconds, **more)
+
+
 WAITS = "rank 0 waited in all_reduce over data (8 B) at train.py:9"
 ENDS: dict[str, tuple[list[RankEnd], str]] = {
     "an exception beats a rank that the launcher killed": (
@@ -172,6 +179,23 @@ ENDS: dict[str, tuple[list[RankEnd], str]] = {
         ],
         "[rank 0] CommError: no answer from server 0 for 10 s",
     ),
+    "a barrier of one rank's own, and the other waited in a step": (
+        [end(0, 1, late(0, 9.1)), end(1, 1, in_vain(1, 9.0))],
+        "CommError: rank 0 did not join rank 1 in barrier at train.py:7 within 12 s; " + WAITS,
+    ),
+    "another collective of some ranks, and one slept": (
+        [
+            end(0, 143, place=StoppedAt(0, "io.py:3")),
+            *(end(r, 1, in_vain(r, 9.0 + r, "")) for r in (1, 2)),
+        ],
+        "CommError: rank 0 did not join rank 1 in a collective of torch.distributed at train.py:7 "
+        "within 12 s; rank 0 was at io.py:3; rank 2 was at train.py:7",
+    ),
+    "a barrier while another rank was stopped": (
+        [end(0, 1, in_vain(0, 9.0)), end(1, -9, seen=Seen(20.0, 3.0, killed=True))],
+        "CommError: rank 1 was stopped (SIGSTOP) and did not go on; the launcher has killed it; "
+        "rank 0 waited in barrier at train.py:7",
+    ),
     "sys.exit": (
         [end(0, 1, lost(0, 2.5)), end(1, 3, ended=Exit(1, 3, 2.0))],
         "CommError: rank 1 ended (exit code 3); " + WAITS,
@@ -205,6 +229,12 @@ def test_a_traceback_follows_the_first_line() -> None:
         "[rank 0] Fatal Python error: Segmentation fault",
         "  File x",
     ]
+
+
+def test_a_wait_in_vain_has_a_fix_and_the_line_of_the_script() -> None:
+    lines = report([end(0, 1, late(0, 9.1)), end(1, 1, in_vain(1, 9.0))]).splitlines()
+    assert lines[1].startswith("  why  all ranks") and "take it out of `if rank == 0:`" in lines[2]
+    assert lines[3] == "[rank 1] Traceback (most recent call last):"
 
 
 def test_a_signal_to_the_launcher_is_told_as_that() -> None:

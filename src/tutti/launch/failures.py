@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tutti.comm.collectives.failure import lost_peer
+from tutti.comm.collectives.failure import late_peer, lost_peer, named_ranks
 from tutti.launch.guard import Seen
 from tutti.launch.records import Exit, Failure, StoppedAt, crash_file, read_record
 
@@ -22,6 +23,7 @@ SEEN_SECONDS = 2.0
 
 # In the messages of Gloo, also where no collective is known.
 _OF_TRANSPORT = "gloo/transport/"
+_WAITED_MS = re.compile(r"waiting (\d+)ms")
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,12 @@ class RankEnd:
         if self.was_stopped:
             return False
         return self.seen.killed or self.exit_code in _STOPPED or self.left_early
+
+    @property
+    def waited_in_vain(self) -> bool:
+        """Whether a collective of the script's own, by torch.distributed, has waited beyond its limit."""
+        said = self.failure.said if self.failure is not None and not self.failure.is_tutti else ""
+        return _OF_TRANSPORT in said and late_peer(said)
 
     @property
     def was_stopped(self) -> bool:
@@ -171,7 +179,9 @@ def read_ends(
 
 def first_cause(ends: list[RankEnd]) -> RankEnd:
     """The rank whose end ended the others: the first in time of those that ended by themselves."""
-    raised = any(end.failure is not None and not end.failure.is_comm for end in ends)
+    raised = any(
+        end.failure is not None and not (end.failure.is_comm or end.waited_in_vain) for end in ends
+    )
 
     def order(end: RankEnd) -> tuple[bool, bool, float]:
         # A rank that no other rank reported as lost was not the cause.
@@ -190,15 +200,38 @@ def first_cause(ends: list[RankEnd]) -> RankEnd:
 def report(ends: list[RankEnd]) -> str:
     """The first cause and the ranks that waited for it; the traceback, or the end of its output."""
     cause = first_cause(ends)
-    others = [end for end in ends if end is not cause and _followed(end)]
+    followed = [end for end in ends if end is not cause and _followed(end)]
+    others = sorted(followed, key=lambda end: end.rank)
     waits = [f"rank {end.rank} {end.where}" for end in others if end.where]
     # `where` is unknown for a stopped rank, which could not answer.
     waits += [f"rank {end.rank} {end.how}" for end in others if end.was_stopped]
     if cause.failure is not None and cause.failure.is_tutti:
         return "\n".join([f"[rank {cause.rank}] {cause.failure.text}", *(f"  {w}" for w in waits)])
+    if cause.failure is not None and cause.waited_in_vain:
+        late = [end.rank for end in ends if not end.waited_in_vain]
+        what = _not_joined(cause.failure, late or [end.rank for end in ends if end is not cause])
+        return f"{'; '.join([what, *waits])}{_WHY_NOT_JOINED}{details(cause)}"
     mark = "CommError: " if cause.failure is None and (waits or (cause.exit_code or 0) < 0) else ""
     first = f"{mark}{'; '.join([f'rank {cause.rank} {cause.said}', *waits])}"
     return f"{first}{details(cause)}"
+
+
+_WHY_NOT_JOINED = (
+    "\n  why  all ranks of its group wait for each other there"
+    "\n  fix  make the call on every rank: take it out of `if rank == 0:`; if a rank is only slow, "
+    "set TUTTI_TIMEOUT to more seconds"
+)
+
+
+def _not_joined(failure: Failure, late: list[int]) -> str:
+    """Says who did not come to a collective of torch.distributed, in place of the transport's text."""
+    where = f" at {failure.line}" if failure.line else ""
+    found = _WAITED_MS.search(failure.said)
+    within = f" within {int(found[1]) / 1000:g} s" if found else " in time"
+    what = failure.collective or "a collective of torch.distributed"
+    return (
+        f"CommError: {named_ranks(late)} did not join rank {failure.rank} in {what}{where}{within}"
+    )
 
 
 def details(end: RankEnd) -> str:
@@ -231,7 +264,8 @@ def exit_code(ends: list[RankEnd]) -> int:
 
 def _followed(end: RankEnd) -> bool:
     """Whether a rank waited for another one, or ended without a record."""
-    return end.is_victim or end.failure is None or end.failure.is_comm
+    waited = end.is_victim or end.waited_in_vain
+    return waited or end.failure is None or end.failure.is_comm
 
 
 def _text(path: Path) -> str:
