@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
 import pytest
 
 from checkpoint import saved
+from tutti.checkpoint.folder import INDEX, index_damage
+from tutti.checkpoint.manifest import MANIFEST, parse_manifest, read_manifest
 from tutti.errors import CheckpointError
 
 NUM_FLIPS = 1000
@@ -33,6 +36,26 @@ def test_a_thousand_flips(tmp_path: Path) -> None:
         file.write_bytes(content)
     # of four files, plain PyTorch's index and the lock are not read
     assert len(files) == 5 and refused > NUM_FLIPS / 2
+
+
+@pytest.mark.parametrize("how", ["half", "bit", "gone"])
+def test_a_damaged_index_of_plain_pytorch_is_named(how: str, tmp_path: Path) -> None:
+    """tutti has an index of its own, so the checkpoint is whole for it."""
+    path = tmp_path / "saved"
+    saved.save(path, 3)
+    file = path / INDEX
+    content = file.read_bytes()
+    assert index_damage(path, parse_manifest(read_manifest(path), path)) == ""
+    file.unlink() if how == "gone" else file.write_bytes(
+        content[: len(content) // 2] if how == "half" else content[:-9] + b"!" + content[-8:]
+    )
+    said = {"half": "truncated", "gone": "has no bytes of", "bit": "has another checksum"}[how]
+    with pytest.warns(UserWarning, match=rf"\.metadata {said if how != 'half' else ''}"):
+        assert saved.number_of(path) == 3
+    assert said in index_damage(path, parse_manifest(read_manifest(path), path))
+    without = json.loads((path / MANIFEST).read_text())
+    del without["index"], without["sha256"]
+    assert parse_manifest(json.dumps({**without, "format": 1}), path).index is None
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 100])

@@ -59,6 +59,19 @@ def test_damage_is_found_by_a_check(folder: Path) -> None:
     assert code == 1 and f"damaged: {data.name} has no bytes" in text
 
 
+def test_a_damaged_index_of_plain_pytorch_is_found(folder: Path) -> None:
+    index = folder / "step-00000006" / ".metadata"
+    index.write_bytes(index.read_bytes()[:100])
+    code, text = listed(str(folder))
+    assert (
+        code == 1 and text.count("whole for tutti; the index of torch.distributed.checkpoint") == 1
+    )
+    code, text = listed(str(folder), "--check", "--json")
+    found = json.loads(text)
+    assert code == 1 and all(one["whole"] for one in found)
+    assert ".metadata has 100 bytes of" in found[2]["index_damage"]
+
+
 def test_prune_keeps_the_newest_and_the_best(folder: Path) -> None:
     (folder / ".step-00000009.new").mkdir()
     code, text = listed(str(folder), "--prune", "1", "--json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -120,11 +121,12 @@ def _finish(
     manifest: Manifest,
 ) -> str:
     """The first rank's work after all have written."""
-    outer = writing.index(within(folder, results), path / folder).read_bytes()
+    outer = writing.index(within(folder, results), path / folder)
+    index, digest = outer.read_bytes(), digest_of(outer)
     inner = writing.index(results, path / folder)
     files = {**files, inner.name: digest_of(inner)}
-    text = replace(manifest, folder=folder, files=files).text()
-    folders.commit(path, folder, text, outer)
+    text = replace(manifest, folder=folder, files=files, index=digest).text()
+    folders.commit(path, folder, text, index)
     return ""
 
 
@@ -176,6 +178,8 @@ class Reading:
                 why="the file changed after it was written",
                 fix=USE_EARLIER,
             )
+        if self._ranks.leads and (damage := folders.index_damage(self.path, self.manifest)):
+            warnings.warn(f"{self.path}: {damage}; tutti does not read it", stacklevel=2)
         return ""
 
     def forms(self, prefix: str) -> dict[str, TensorForm]:

@@ -8,7 +8,8 @@ import re
 import secrets
 from pathlib import Path
 
-from tutti.checkpoint.manifest import MANIFEST, STATE_FOLDER
+from tutti.checkpoint.digest import FileDigest, find_damage
+from tutti.checkpoint.manifest import MANIFEST, STATE_FOLDER, Manifest
 from tutti.checkpoint.owner_lock import OwnerLock, lock_folder
 from tutti.durable import sync_folder
 from tutti.errors import CheckpointError
@@ -71,6 +72,19 @@ def commit(path: Path, folder: str, manifest: str, index: bytes) -> None:
     for file in path.iterdir():
         if _EARLIER.fullmatch(file.name):
             file.unlink()
+
+
+def index_damage(path: Path, manifest: Manifest, *, check: bool = True) -> str:
+    """The damage of the index for plain PyTorch; "" if there is none, or an earlier tutti has saved it.
+
+    Args:
+        check: compare checksums, too.
+    """
+    if manifest.index is None:
+        return ""
+    digest = manifest.index if check else FileDigest(manifest.index.nbytes, ())
+    damage = find_damage(path, {INDEX: digest})
+    return f"the index of torch.distributed.checkpoint is damaged: {damage}" if damage else ""
 
 
 def abandon(path: Path, folder: str) -> None:

@@ -45,7 +45,8 @@ class Manifest:
 
     layout, replicas: those of the save.  tensors: by name.  folder: of its files, "" for the folder of the
     manifest.  files: by name in that folder.  extra: the user's values.  groups: the hyper-parameters of
-    each optimizer's groups, none in an earlier manifest.
+    each optimizer's groups, none in an earlier manifest.  index: of the index for plain PyTorch; None in an
+    earlier manifest.
     """
 
     layout: str
@@ -56,6 +57,7 @@ class Manifest:
     extra: dict[str, Any] = field(default_factory=dict)
     format: int = FORMAT
     groups: list[Any] = field(default_factory=list)
+    index: FileDigest | None = None
 
     @property
     def nbytes(self) -> int:
@@ -71,9 +73,10 @@ class Manifest:
             "replicas": self.replicas,
             "tensors": {n: [list(t.shape), dtype_name(t.dtype)] for n, t in self.tensors.items()},
             "folder": self.folder,
-            "files": {n: [f.nbytes, list(f.sha256)] for n, f in self.files.items()},
+            "files": {n: _entry(f) for n, f in self.files.items()},
             "extra": self.extra,
             "groups": self.groups,
+            "index": None if self.index is None else _entry(self.index),
         }
         return json.dumps(body | {"sha256": _checksum(body)})
 
@@ -140,6 +143,7 @@ def _manifest(body: dict[str, Any], version: int) -> Manifest:
         extra=dict(body["extra"]),
         format=version,
         groups=list(body.get("groups", [])),
+        index=None if body.get("index") is None else _file(body["index"]),
     )
 
 
@@ -147,6 +151,10 @@ def _form(shape: list[int], dtype: str) -> TensorForm:
     if not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"a tensor of shape {shape!r}")
     return TensorForm(tuple(shape), dtype_of(dtype))
+
+
+def _entry(file: FileDigest) -> list[Any]:
+    return [file.nbytes, list(file.sha256)]
 
 
 def _file(found: Any) -> FileDigest:

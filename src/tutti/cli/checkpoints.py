@@ -32,4 +32,4 @@ def checkpoints(
     saved = [run_folder.look_at(path, step, check=check) for step in run_folder.numbers(path)]
     text = saved_json if as_json else saved_table
     print(text(saved, checked=check), flush=True)
-    raise typer.Exit(1 if any(one.damage for one in saved) else 0)
+    raise typer.Exit(1 if any(one.damage or one.index for one in saved) else 0)

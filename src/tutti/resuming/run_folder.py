@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti.checkpoint.digest import FileDigest, find_damage
+from tutti.checkpoint.folder import index_damage
 from tutti.checkpoint.manifest import (
     MANIFEST,
     STATE_FOLDER,
@@ -89,7 +90,10 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class SavedStep:
-    """One saved step, as far as it can be read; `damage` is "" for a whole one."""
+    """One saved step, as far as it can be read; `damage` is "" for a whole one.
+
+    `index` is the damage of an index that tutti does not read, but plain PyTorch does.
+    """
 
     step: int
     path: Path
@@ -97,6 +101,7 @@ class SavedStep:
     layout: str = ""
     record: RunRecord | None = None
     damage: str = ""
+    index: str = ""
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -143,6 +148,8 @@ def look_at(folder: Path, step: int, *, check: bool = False) -> SavedStep:
             }
             if damage := find_damage(path / manifest.folder, digests):
                 return replace(found, damage=damage)
+            if index := index_damage(path, manifest, check=check):
+                found = replace(found, index=index)
     except CheckpointError as error:
         return replace(found, damage=f"{error.what}: {error.why}" if error.why else error.what)
     except OSError as error:

@@ -46,6 +46,7 @@ def saved_json(saved: Sequence[SavedStep], *, checked: bool) -> str:
             "whole": not one.damage,
             "checked": checked,
             "damage": one.damage,
+            "index_damage": one.index,
             "best": one is best,
         }
         for one in saved
@@ -63,4 +64,6 @@ def best_of(saved: Sequence[SavedStep]) -> SavedStep | None:
 def _state(one: SavedStep, checked: bool) -> str:
     if one.damage:
         return f"damaged: {one.damage}"
+    if one.index:
+        return f"whole for tutti; {one.index}"
     return "whole, checksums right" if checked else "whole"
