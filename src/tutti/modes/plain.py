@@ -149,12 +149,12 @@ class Plain:
             own = own_memory(state_of(job.model, job.optimizer))
             execution.donated = own & set(execution.program.captured.updated)
         forget_values(program.captured.state)  # the whole tensors would outlive their shards
-        self.start()
+        self.start(_trained_by(job, program.captured))
         samples = Samples.of_program(program, home.owners)
         return OnRanks(program, execution, holds, reads, mode=self, samples=samples)
 
-    def start(self) -> None:
-        """Called after the layout of the state for a program."""
+    def start(self, trained: Shapes) -> None:
+        """Called after the layout of the state for a program, with the weights that it trains."""
 
     def _program(
         self,
@@ -261,8 +261,12 @@ class OnRanks(Compiled[Execution]):
     @cached_property
     def trained(self) -> Shapes:
         """The shapes of the parameters that the optimizers change, by name."""
-        job, updated = self.mode.job, self.program.captured.updated
-        return {s.name: tuple(s.tensor.shape) for s in trained(job.model, job.optimizer, updated)}
+        return _trained_by(self.mode.job, self.program.captured)
+
+    @cached_property
+    def changed(self) -> frozenset[str]:
+        """The names of the state that the program changes."""
+        return frozenset(self.program.captured.updated)
 
     @cached_property
     def shards(self) -> frozenset[int]:
@@ -358,3 +362,9 @@ class OnRanks(Compiled[Execution]):
     def memory_facts(self) -> dict[str, Any]:
         """The predicted memory of this rank."""
         return memory_facts(self.program, self.execution.graph)
+
+
+def _trained_by(job: Job, captured: Captured) -> Shapes:
+    """The shapes of the parameters that the optimizers change, by name."""
+    found = trained(job.model, job.optimizer, captured.updated)
+    return {s.name: tuple(s.tensor.shape) for s in found}

@@ -12,6 +12,7 @@ from tutti.calls.sharded_batch import part_over, shard_of, shardings_of
 from tutti.job import Job
 from tutti.layout import Sharding
 from tutti.modes.plain import OnRanks, Plain
+from tutti.replicas.roster import Shapes
 from tutti.saving import replica_checkpoint
 from tutti.state.agreeing import Agreeing
 from tutti.state.residence import whole_of
@@ -29,7 +30,7 @@ class Replicated(Plain):
 
     def begins(self, made: OnRanks) -> None:
         """Let weights join that this call trains first."""
-        self.agreeing.before(self.running.num_steps + 1, made.trained)
+        self.agreeing.before(self.running.num_steps + 1, made.trained, made.changed)
 
     def after(self) -> None:
         """Run the rounds that are due."""
@@ -57,10 +58,10 @@ class Replicated(Plain):
         """Raise `CaptureError`: no replica has the whole batch of a step of one device."""
         refuse_where_apart(self.job.optimizer, self.job.layout)
 
-    def start(self) -> None:
+    def start(self, trained: Shapes) -> None:
         """Start the strategy once; it continues from a checkpoint loaded before."""
         if self.agreeing.team is None:
-            self.agreeing.start()
+            self.agreeing.start(trained)
             replica_checkpoint.resume(self.running)
 
 

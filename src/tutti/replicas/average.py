@@ -78,6 +78,16 @@ class Average(Strategy):
         return True
 
     @property
+    def keeps_state(self) -> bool:
+        """If messages are changes, the weights of the last average."""
+        return self.compression != "fp32"
+
+    @property
+    def shares(self) -> bool:
+        """A mean is one whatever has moved the weights since the last."""
+        return True
+
+    @property
     def compression(self) -> str:
         """The format of messages."""
         return self.traffic
@@ -101,7 +111,7 @@ class Average(Strategy):
 
     def init(self, weights: Weights) -> State:
         """If messages are changes, the weights of the last average."""
-        if self.compression == "fp32":
+        if not self.keeps_state:
             return {}
         return of_kind("anchor", weights) | traffic.no_error(self.compression, weights)
 

@@ -98,6 +98,16 @@ class Strategy(ABC):
         return list(names[due.fragment :: self.num_fragments])
 
     @property
+    def keeps_state(self) -> bool:
+        """Whether a replica keeps a value of each weight between rounds, which begins as the weight."""
+        return True
+
+    @property
+    def shares(self) -> bool:
+        """Whether several steps may train one weight, each with rounds of its own."""
+        return False
+
+    @property
     def compression(self) -> str:
         """The format of messages: a name in `comm.collectives.compression.NAMES`."""
         return "fp32"

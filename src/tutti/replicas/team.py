@@ -52,18 +52,23 @@ class Team:
         self._underway: dict[Round, Future[Message]] = {}
         self._arrived: dict[Round, Message] = {}
         self._told: set[int] = set()
-        self._compared = False  # whether replicas have compared the weights as they are
+        self._compared: set[str] = set()  # the weights that replicas have compared as they are
         self._hashes: dict[str, str] = {}  # of weights that have joined, until their first round
         self.restart()
 
+    @property
+    def roster(self) -> Roster:
+        """The weights that replicas exchange."""
+        return self.member.roster
+
     def start(self, everything: Mapping[str, Tensor]) -> None:
-        """Check that all replicas have the same state.
+        """Check that all replicas have the same values of some state before their first round.
 
         Raises:
             CommError: on every rank, if replicas differ in `everything`, with the first such tensor.
         """
         self._check_same(everything)
-        self._compared = True
+        self._compared |= {*everything}
 
     def restart(self) -> None:
         """Begin anew: weights join as the next steps train them, with the same values on all replicas."""
@@ -71,7 +76,7 @@ class Team:
         self.member.start()
         self.calls.start(self.between)
         self._hashes.clear()
-        self._compared = False
+        self._compared = set()
 
     def before(self, step: int, trained: Shapes, weights: Callable[[], Weights]) -> None:
         """Let the weights join that `step` trains first.
@@ -89,9 +94,10 @@ class Team:
             with self.member.lock:
                 begun = self.member.join(shapes, own, step)
                 self.calls.join(own)
-            if self.strategy.settles and begun and not self._compared:
-                self._hashes |= {n: digest(x) for n, x in own.items()}
-        self._compared = False
+            if self.strategy.settles and begun:
+                new = {n: x for n, x in own.items() if n not in self._compared}
+                self._hashes |= {n: digest(x) for n, x in new.items()}
+        self._compared = set()
         self.member.roster.train(trained, step)
 
     def is_due(self, step: int) -> bool:
@@ -214,8 +220,9 @@ class Team:
         except CommError as error:
             raise CommError(
                 "replicas do not start from the same state",
-                why=error.why,
-                fix="one seed, or one checkpoint, for all ranks before the first step",
+                why=f"{error.why}\n       the first call of a step sends rank 0's values to all ranks, "
+                "but not of state that an earlier call has laid out",
+                fix="change weights between calls on every rank alike",
             ) from None
 
 

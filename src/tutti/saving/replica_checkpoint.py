@@ -161,16 +161,22 @@ def to_save(running: Running, state: Mapping[str, Any]) -> dict[str, Any]:
 def read(running: Running, reading: Reading) -> dict[str, Tensor]:
     """This replica's own state in a checkpoint, and its strategy's, by the names there; changes nothing.
 
-    Empty if the checkpoint does not fit this run, or the state is not laid out yet.
+    Empty if the checkpoint does not fit this run. State that is not laid out yet is not read.
     """
     agreeing = running.agreeing
-    if agreeing is None or agreeing.team is None or not _fits(running, reading):
+    if agreeing is None or not dist.is_initialized() or not _fits(running, reading):
         return {}
-    replica = agreeing.replica
-    fresh = _of_strategy(agreeing, reading)
-    if replica:
-        state = {s.name: s.tensor for s in agreeing.here() if s.name in reading.manifest.tensors}
-        fresh |= {_own(replica, n): torch.empty_like(plain_dtensor(x)) for n, x in state.items()}
+    return _read(agreeing, reading)
+
+
+def _read(agreeing: Agreeing, reading: Reading) -> dict[str, Tensor]:
+    fresh = _of_strategy(agreeing, reading) if agreeing.team is not None else {}
+    if agreeing.replica:
+        done = agreeing.restored if agreeing.unread == reading.path else set[str]()
+        names = {*reading.manifest.tensors} - done
+        state = {s.name: s.tensor for s in agreeing.laid_out() if s.name in names}
+        own = {n: torch.empty_like(plain_dtensor(x)) for n, x in state.items()}
+        fresh |= {_own(agreeing.replica, n): x for n, x in own.items()}
     reading.fill(fresh)
     return fresh
 
@@ -201,35 +207,52 @@ def _of_strategy(agreeing: Agreeing, reading: Reading) -> dict[str, Tensor]:
 def take_over(running: Running, reading: Reading, found: Mapping[str, Tensor]) -> None:
     """Continue from the result of `read`, after the step has its number of steps.
 
-    If the checkpoint does not fit, replicas begin anew from replica 0's state. Before the first call no state
-    is laid out, and rank 0's state will go to all: `resume` then reads the checkpoint again.
+    If the checkpoint does not fit, replicas begin anew from replica 0's state. Before the first call rank 0's
+    state will go to all, without what other steps on this model have laid out: `resume` then reads the rest.
     """
     agreeing = running.agreeing
     if agreeing is None:
         return
-    same, team = _fits(running, reading), agreeing.team
-    agreeing.unread = reading.path if same and team is None else None
-    if team is None:
-        return
-    if not same:
+    if not _fits(running, reading):
         agreeing.restart()
         return
-    replica = agreeing.replica
-    if replica:
-        for s in agreeing.here():
-            if (own := found.get(_own(replica, s.name))) is not None:
-                set_local(s.tensor, local_of(own))
-    prefix = _own(replica, "sync/")
+    agreeing.read_later(reading.path if agreeing.team is None else None)
+    _restore(agreeing, found)
+    if agreeing.team is None:
+        return
+    prefix = _own(agreeing.replica, "sync/")
     remembered = {n: x for n, x in found.items() if n.startswith(prefix)}
     state = {n.removeprefix(prefix): local_of(x) for n, x in remembered.items()}
-    team.load(state, running.num_steps, agreeing.weights())
+    agreeing.load(state, running.num_steps)
+
+
+def _restore(agreeing: Agreeing, found: Mapping[str, Tensor]) -> None:
+    """Set this replica's own state as far as it is laid out; in it replicas may differ from now on."""
+    every = agreeing.laid_out()
+    agreeing.restored_now(every)
+    for s in every if agreeing.replica else ():
+        if (own := found.get(_own(agreeing.replica, s.name))) is not None:
+            set_local(s.tensor, local_of(own))
 
 
 def resume(running: Running) -> None:
-    """Continue from a checkpoint loaded before the first call, once the state is laid out."""
-    if running.agreeing is not None and running.agreeing.unread is not None:
-        reading = Reading(running.agreeing.unread, ranks_of())
-        take_over(running, reading, read(running, reading))
+    """Continue from a checkpoint loaded before the first call, once the state is laid out.
+
+    Other steps that wait for their first call may have loaded some of this state, too: the last load counts.
+    """
+    agreeing = running.agreeing
+    if agreeing is None:
+        return
+    waiting = [one for one in agreeing.others() if one.team is None]
+    for one in sorted([agreeing, *waiting], key=lambda one: one.num_loads):
+        if one.unread is None:
+            continue
+        reading = Reading(one.unread, ranks_of())
+        found = _read(one, reading)
+        if one is agreeing:
+            take_over(running, reading, found)
+        else:
+            _restore(one, found)
 
 
 def _fits(running: Running, reading: Reading) -> bool:

@@ -1,7 +1,13 @@
-"""A step whose replicas exchange weights: chooses the tensors, and the steps of the rounds."""
+"""A step whose replicas exchange weights: chooses the tensors, and the steps of the rounds.
+
+Several steps may train one model. Each has a strategy and rounds of its own, for the weights that it trains
+itself. Its local steps let replicas differ in state that another step has, too: that one does not compare it.
+"""
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -14,15 +20,22 @@ from tutti.capture.state.lift import StateTensor, optimizers_of, state_of
 from tutti.comm.collectives.fresh_group import fresh_group
 from tutti.comm.collectives.group import Group
 from tutti.environment import RUN_DIR
+from tutti.errors import CommError, LayoutError
 from tutti.job import Job
 from tutti.launch.records import ReplicaJoined, write_record
 from tutti.launch.telling import tell
 from tutti.replicas import replica_rows, strategies
 from tutti.replicas.roster import Shapes
-from tutti.replicas.strategy import AVERAGED
+from tutti.replicas.strategy import AVERAGED, State
 from tutti.replicas.team import Team
+from tutti.state.local_changes import LocalChanges, Trainer, num_takeovers
 from tutti.state.residence import local_of, run_device, set_local
 from tutti.state.residences import residence_of
+from tutti.user_lines import quoted, user_line
+
+# All steps with replicas in this process, and a count of their loads before a first call.
+_STEPS: weakref.WeakSet[Agreeing] = weakref.WeakSet()
+_LOADS = itertools.count()
 
 
 class Agreeing:
@@ -33,7 +46,8 @@ class Agreeing:
     statistics); each replica keeps its own optimizer slots.
 
     `saving` has the groups of ranks that save together, by their replicas.
-    `unread` is a checkpoint to resume from once the first call has laid out the state.
+    `unread` is a checkpoint to resume from once the first call has laid out the state; `restored` is the
+    state that has been read from it before that, and `num_loads` orders such loads of several steps.
     """
 
     def __init__(self, job: Job) -> None:
@@ -42,6 +56,12 @@ class Agreeing:
         self.team: Team | None = None
         self.saving: dict[tuple[int, ...], Group] = {}
         self.unread: Path | None = None
+        self.restored: set[str] = set()
+        self.num_loads = 0
+        self._mark = Trainer(job.step_name)
+        self._marked: set[frozenset[str]] = set()
+        self._num_takeovers = 0
+        _STEPS.add(self)
 
     @property
     def replica(self) -> int:
@@ -52,10 +72,25 @@ class Agreeing:
         """This replica's rows of the global batch."""
         return replica_rows.rows(tensors, self.replica, self.layout.num_replicas)
 
-    def start(self) -> None:
-        """Begin the strategy after the layout of the state; all ranks call together."""
-        self.team = Team(self.strategy, self.layout.mesh, run_device(self.job.model), _tell)
-        self.team.start({s.name: local_of(s.tensor) for s in self.here()})
+    def start(self, trained: Shapes) -> None:
+        """Begin the strategy after the layout of the state for a program; all ranks call together.
+
+        Raises:
+            CommError: replicas differ in state that no step has changed.
+            LayoutError: they differ in one of the `trained`, and the strategy keeps state of it.
+        """
+        team = Team(self.strategy, self.layout.mesh, run_device(self.job.model), _tell)
+        changes, here = LocalChanges(self.job.model), self.here()
+        changed = [s for s in here if changes.is_changed(s)]
+        same = {s.name for s in here} - {s.name for s in changed}
+        team.start({s.name: local_of(s.tensor) for s in here if s.name in same})
+        compared = self.strategy.keeps_state and self.unread is None
+        for s in [s for s in changed if compared and s.name in trained]:
+            try:
+                team.start({s.name: local_of(s.tensor)})
+            except CommError as error:
+                raise self._trained_twice(s, changes.trainer_of(s), error.why) from None
+        self.team = team
         self._make_groups()
         if run_dir := RUN_DIR.read():
             write_record(Path(run_dir), ReplicaJoined(dist.get_rank(), self.replica))
@@ -74,10 +109,36 @@ class Agreeing:
         mesh = self.layout.mesh
         return [r for r in range(mesh.num_ranks) if mesh.coordinates(r)["replica"] in replicas]
 
-    def before(self, step: int, trained: Shapes) -> None:
-        """Let the parameters join that `step` trains first; `trained` are all that it trains."""
+    def before(self, step: int, trained: Shapes, updated: frozenset[str]) -> None:
+        """Let the parameters join that `step` trains first.
+
+        Args:
+            trained: all that it trains.
+            updated: all state that it changes.
+
+        Raises:
+            LayoutError: another step has trained one of them since the last call, and the strategy keeps
+                state of it.
+        """
         assert self.team is not None
+        known = self._num_takeovers == num_takeovers() and updated in self._marked
+        if not known:
+            self._note_changes(trained, updated)
         self.team.before(step, trained, self.weights)
+
+    def _note_changes(self, trained: Shapes, updated: frozenset[str]) -> None:
+        assert self.team is not None
+        changes = LocalChanges(self.job.model)
+        state = [s for s in state_of(self.job.model, None) if s.name in updated]
+        ours = [s for s in state if s.name in trained]
+        for s in ours if not self.strategy.shares else ():
+            by = changes.trainer_of(s)
+            if by not in (None, self._mark) and s.name in self.team.roster:
+                raise self._trained_twice(s, by)
+        changes.mark_changed(state)
+        changes.mark_trained(ours, self._mark)
+        self._marked.add(updated)
+        self._num_takeovers = num_takeovers()
 
     def after(self, num_steps: int) -> None:
         """Run the exchanges that are due after this number of steps."""
@@ -93,10 +154,70 @@ class Agreeing:
                 set_local(tensors[name], value)
 
     def restart(self) -> None:
-        """Reset the strategy's state after a replacement of the weights."""
+        """Reset the state of the strategies, also of other steps on this model, after a replacement of the
+        weights."""
         self.unread = None
+        for one in (self, *self.others()):
+            if one.team is not None:
+                one.team.restart()
+
+    def restored_now(self, state: Collection[StateTensor]) -> None:
+        """Note state that this replica has from a checkpoint: others may have other values."""
+        self.restored |= {s.name for s in state}
+        LocalChanges(self.job.model).mark_changed(state)
+
+    def load(self, strategy: State, num_steps: int) -> None:
+        """Continue from the state of the strategy in a checkpoint after this number of steps."""
+        assert self.team is not None
+        self.team.load(strategy, num_steps, self.weights())
+        weights = [s for s in state_of(self.job.model, None) if s.name in self.team.roster]
+        LocalChanges(self.job.model).mark_trained(weights, self._mark)
+
+    def read_later(self, path: Path | None) -> None:
+        """Note a checkpoint to resume from at the first call."""
+        self.unread, self.num_loads = path, next(_LOADS)
+        self.restored.clear()
+
+    def others(self) -> list[Agreeing]:
+        """The other steps that have some of this one's state, in the order of their last loads."""
+        own = {id(s.tensor) for s in state_of(self.job.model, None)}
+        found = [
+            one
+            for one in _STEPS
+            if one is not self and any(id(s.tensor) in own for s in state_of(one.job.model, None))
+        ]
+        return sorted(found, key=lambda one: one.num_loads)
+
+    def laid_out(self) -> list[StateTensor]:
+        """This rank's state that has its place: before the first call that of other steps' calls."""
         if self.team is not None:
-            self.team.restart()
+            return self.here()
+        started = [one for one in self.others() if one.team is not None]
+        here = {id(s.tensor) for one in started for s in one.here()}
+        # before the first call an optimizer knows the parameters in their places if another step has it, too
+        theirs = {id(o) for one in started for o in optimizers_of(one.job.optimizer)}
+        own = [o for o in optimizers_of(self.job.optimizer) if id(o) in theirs]
+        return [s for s in state_of(self.job.model, own) if id(s.tensor) in here]
+
+    def _trained_twice(self, s: StateTensor, by: Trainer | None, apart: str = "") -> LayoutError:
+        """The error for a weight that another step has changed; `apart`: its hashes where replicas differ."""
+        whose = (
+            f"{by.name} and {self._mark.name}"
+            if by
+            else "a checkpoint of another step, and this one"
+        )
+        why = "replicas keep a value of each weight between rounds, and each step has rounds of its own: "
+        if apart:
+            why += f"they begin with the value before the step trains it, which differs\n       {apart}"
+        else:
+            why += "those of one would count the changes by the other once more"
+        return LayoutError(
+            f'two steps train "{s.name}" under sync={self.strategy}: {whose}',
+            at=quoted(user_line()),
+            why=why,
+            fix="sync=average(every=...) with traffic=fp32, which keeps no such value; or one step for both; "
+            "or weights of its own for each step",
+        )
 
     def weights(self) -> dict[str, Tensor]:
         """This rank's part of the parameters, exchanged or not."""
