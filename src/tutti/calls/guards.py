@@ -47,7 +47,7 @@ def _constants(captured: Captured) -> list[tuple[Tensor, int]]:
 
 
 def _of_numbers(captured: Captured) -> Guard:
-    symbols, reads = _symbols(captured), frozenset(captured.reads.symbols)
+    symbols, reads = symbols_of(captured), frozenset(captured.reads.symbols)
     conditions: dict[str, None] = {}
     used: dict[Any, str] = {}
     for expr in captured.guards:
@@ -71,7 +71,7 @@ class ReadGuard:
 
     def __init__(self, captured: Captured) -> None:
         self._first, self._reads = captured.num_results, captured.reads.places
-        symbols = _symbols(captured)
+        symbols = symbols_of(captured)
         reads = {s: str(s) for s in captured.reads.symbols}
         conditions: dict[str, list[Any]] = {}  # each with its symbols
         used: dict[Any, str] = {}
@@ -161,7 +161,7 @@ def refuse_other_layouts(captured: Captured, layout: Layout) -> None:
         )
 
 
-def _symbols(captured: Captured) -> dict[Any, str]:
+def symbols_of(captured: Captured) -> dict[Any, str]:
     """The names of the input numbers, by their symbols."""
     vals = {name: node.meta.get("val") for name, node in captured.placeholders.items()}
     return {expression_of(x): name for name, x in vals.items() if isinstance(x, SYMBOLS)}

@@ -13,7 +13,6 @@ from tutti.capture.python.outside import is_dense
 from tutti.capture.step import Captured
 from tutti.comm.collectives.agree import check_order
 from tutti.comm.collectives.exchange import broadcast_first
-from tutti.errors import CaptureError
 from tutti.layout import Layout
 
 
@@ -51,16 +50,3 @@ class Outside:
             broadcast_first(sent)
             if sent.data_ptr() != own.data_ptr():
                 own.copy_(sent)
-
-
-def refuse_where_served(captured: Captured) -> None:
-    """Servers keep only variables and their slots: each worker would have its own copy of other state."""
-    effects = (effect for effect in captured.effects if effect.may_be_read)
-    changed = [entry.name for effect in effects for entry in effect.entries]
-    changed += [n for n in captured.updated if n in captured.outside]
-    if changed:
-        raise CaptureError(
-            f"the step changes {changed[0]} in Python, and servers keep its weights",
-            why="each worker would have a value of its own",
-            fix="a layout without server, or a value that the step returns",
-        )

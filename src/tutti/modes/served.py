@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from tutti.calls.guards import guard_of
-from tutti.calls.outside_state import refuse_where_served
 from tutti.calls.running import Running
 from tutti.capture.python.assumed_values import Assumed
 from tutti.job import Job
@@ -77,7 +76,8 @@ class Served:
         self.running.begin_together(batch)
         whole = tree_map_only(Tensor, whole_of, batch)
         worked = self.worker.compiled(whole, self.running.python.findings)
-        refuse_where_served(worked.split.captured)
+        if not worked.apart:  # else workers have values of their own, and a checkpoint those of one
+            self.running.python.note_changed(worked.split.captured)
         return OnWorker(worked.program, worked, guard_of(worked.split.captured), mode=self)
 
     def parts_of(self, batch: tuple[Any, ...]) -> tuple[Split, Program]:

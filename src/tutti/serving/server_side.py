@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tutti.calls.first_call import refuse_where_apart
 from tutti.calls.guards import refuse_other_layouts
+from tutti.calls.left_to_workers import refuse_where_served
 from tutti.capture.batch import with_arguments
 from tutti.capture.python.python_state import Findings
 from tutti.capture.state.first_form import make_slots
@@ -51,6 +52,7 @@ def captured_for(
         batch = replica_rows.of_batch(batch, 0, layout.num_replicas)
     captured = capture(*job.trained, batch, precision=layout.precision, findings=findings)
     refuse_other_layouts(captured, layout)
+    refuse_where_served(captured)
     return captured
 
 
