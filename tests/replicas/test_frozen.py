@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -125,3 +126,24 @@ def test_replicas_that_train_other_weights_are_refused(ranks: Ranks, sync: str) 
 def test_a_weight_that_begins_with_other_values_is_refused(ranks: Ranks) -> None:
     for said in ranks.run(training.train_unlike, "replica=2 sync=diloco(every=3)", n=2):
         assert said.startswith('CommError: "0.weight" has not begun with the same value')
+
+
+@pytest.mark.parametrize("sync", ["average(every=2)", "gossip(every=2)", "average(every=50)"])
+def test_a_replica_that_traces_alone_ends_the_run_soon(ranks: Ranks, sync: str) -> None:
+    """Rank 1 freezes a layer; rank 0 waits in a round, or has gone on, or comes to its next call."""
+    alone = (1, {2: [(0, False)]})
+    begun = time.monotonic()
+    for said in ranks.run(training.train, f"replica=2 sync={sync}", (), {}, 300, "", 0, alone, n=2):
+        assert isinstance(said, str)
+        assert said.startswith(
+            "CommError: replicas differ: replica 1 traces the step anew after step 2"
+        )
+        assert '"0.weight" is frozen' in said and "gloo" not in said.lower()
+    assert time.monotonic() - begun < 30
+
+
+def test_replicas_trace_together_between_rounds(ranks: Ranks) -> None:
+    """Rank 1 is late: rank 0 waits for it before its trace."""
+    both = {1: [(0, False)], 4: [(0, True), (2, False)]}
+    found = ranks.run(training.train, "replica=2 sync=average(every=5)", (), both, 7, n=2)
+    assert not any(isinstance(states, str) for states in found), found

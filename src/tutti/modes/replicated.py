@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tutti.calls.first_call import refuse_where_apart
 from tutti.calls.sharded_batch import part_over, shard_of, shardings_of
+from tutti.capture.python.assumed_values import Assumed
 from tutti.job import Job
 from tutti.layout import Sharding
+from tutti.modes.compiled_program import Compiled
 from tutti.modes.plain import OnRanks, Plain
 from tutti.replicas.roster import Shapes
 from tutti.saving import replica_checkpoint
@@ -27,6 +30,13 @@ class Replicated(Plain):
     def __init__(self, job: Job) -> None:
         self.agreeing = Agreeing(job)
         super().__init__(job, self.agreeing)
+
+    def compile(
+        self, batch: tuple[Any, ...], kind: Any, given: Mapping[str, float], assumed: Assumed | None
+    ) -> Compiled[Any]:
+        """As of `Plain`, once all replicas have come to it."""
+        self.agreeing.trace(self.running.num_steps, self.running.divergence.anew)
+        return super().compile(batch, kind, given, assumed)
 
     def begins(self, made: OnRanks) -> None:
         """Let weights join that this call trains first."""

@@ -30,6 +30,7 @@ from tutti.replicas.meeting import Meeting
 from tutti.replicas.pushes import Pushes
 from tutti.replicas.replica_rows import replica_here, replica_of
 from tutti.replicas.strategy import Round
+from tutti.replicas.traces import APART, TRACE, Traces
 from tutti.replicas.traffic import Message
 
 # A replica's answer to another's call: (caller, key of the call, the call) -> reply.
@@ -57,6 +58,8 @@ class Between:
         timeout = groups.timeout.total_seconds()
         self._meeting = Meeting(self._ranks, self.replica, timeout)
         self._pushes = Pushes(self._ranks, self.replica, timeout)
+        self.traces = Traces(self._ranks, self.replica, timeout)
+        self._meeting.check = self._pushes.check = self.traces.check
         self._latest = -1, 0  # the step and the fragment of the last round
         self._repeats = 0  # how often the run has returned to an earlier one
         self._num_agreements, self._told_lost = 0, dict[int, str]()
@@ -66,14 +69,16 @@ class Between:
         self.fellows = Fellows(own, groups, self.give_up)
         self._arrivals = Arrivals(self.num_replicas, self.fellows)
         self.post = RankPost(connect_lines(*others, groups), self._take)
-        self._meeting.post = self._pushes.post = self.post
+        self._meeting.post = self._pushes.post = self.traces.post = self.post
 
     def _take(self, rank: int, letter: Letter) -> Callable[[], None] | None:
         """Handle a letter; returns slow work, which the receiving thread runs later."""
         replica = self._ranks.index(rank)
         word, key = letter.topic.split(" ")[:2]
         message = dict(letter.tensors)
-        if word == "push":
+        if word in (TRACE, APART):
+            self.traces.handle(replica, letter.topic)
+        elif word == "push":
             self._pushes.handle(replica, key, message)
         elif word == "reply":
             self._arrivals.keep(REPLY, replica, key, message)

@@ -54,6 +54,7 @@ class Meeting:
 
     Attributes:
         absent: the replicas without which this one has computed its part of a mean.
+        check: called while it waits; raises where the others do not come.
     """
 
     def __init__(self, ranks: Sequence[int], replica: int, timeout_seconds: float) -> None:
@@ -62,6 +63,7 @@ class Meeting:
         self._closed: OrderedDict[str, None] = OrderedDict()
         self.absent: set[int] = set()
         self.post: RankPost | None = None
+        self.check: Callable[[], None] = lambda: None
 
     def handle(self, replica: int, letter: Letter) -> None:
         """Handle a letter of this protocol; the caller holds the post's lock."""
@@ -113,6 +115,7 @@ class Meeting:
         deadline = post.seconds + self._timeout
         ask_at = 0.0
         while True:
+            self.check()
             with post.changed:
                 post.check()
                 ready = self._ready(now)

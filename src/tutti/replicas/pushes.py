@@ -5,7 +5,7 @@ replica 0 --> 1 --> 2 --> 0        hop 1: the next remaining replica, if that is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tutti.comm.posts.post import RankPost, lease_seconds
 from tutti.errors import CommError
@@ -27,6 +27,7 @@ class Pushes:
         self._ranks, self._replica, self._timeout = list(ranks), replica, timeout_seconds
         self._received: dict[str, dict[int, Message]] = {}
         self.post: RankPost | None = None
+        self.check: Callable[[], None] = lambda: None  # called while it waits
 
     def handle(self, replica: int, key: str, message: Message) -> None:
         """Keep a message until its round; the caller holds the post's lock."""
@@ -59,6 +60,7 @@ class Pushes:
         until += self._timeout
         view = self._not_lost()
         while True:
+            self.check()
             with post.changed:
                 post.check()
                 if view != self._not_lost():

@@ -88,6 +88,7 @@ class Team:
         Raises:
             LayoutError: replicas cannot average one of them.
         """
+        self.between.traces.call(step)
         if shapes := self.member.roster.lacks(trained):
             now = weights()
             own = {n: now[n] for n in shapes if n in now}

@@ -61,6 +61,7 @@ class Agreeing:
         self._mark = Trainer(job.step_name)
         self._marked: set[frozenset[str]] = set()
         self._num_takeovers = 0
+        self._trained_last: Shapes = {}  # of the last call
         _STEPS.add(self)
 
     @property
@@ -109,6 +110,24 @@ class Agreeing:
         mesh = self.layout.mesh
         return [r for r in range(mesh.num_ranks) if mesh.coordinates(r)["replica"] in replicas]
 
+    def trace(self, step: int, why: str) -> None:
+        """Meet the other replicas before a trace after `step`, once the strategy has begun.
+
+        Raises:
+            CommError: some replicas do not trace, with the reason for the trace, and the first weight that is
+                trained no longer, or not yet.
+        """
+        if self.team is None:
+            return
+        given = trained(self.job.model, self.job.optimizer, self._trained_last)
+        frozen = [f'"{s.name}" is frozen' for s in given if not s.tensor.requires_grad]
+        unfrozen = [
+            f'"{s.name}" is trained'
+            for s in state_of(self.job.model, None)
+            if s.kind == "parameter" and s.tensor.requires_grad and s.name not in self._trained_last
+        ]
+        self.team.between.traces.begin(step, "; ".join([*(frozen or unfrozen)[:1], why]))
+
     def before(self, step: int, trained: Shapes, updated: frozenset[str]) -> None:
         """Let the parameters join that `step` trains first.
 
@@ -124,6 +143,7 @@ class Agreeing:
         known = self._num_takeovers == num_takeovers() and updated in self._marked
         if not known:
             self._note_changes(trained, updated)
+        self._trained_last = trained
         self.team.before(step, trained, self.weights)
 
     def _note_changes(self, trained: Shapes, updated: frozenset[str]) -> None:

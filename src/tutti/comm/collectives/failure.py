@@ -20,7 +20,9 @@ _PEER_LEFT = re.compile(
     r"|connection refused|recvvalue failed|sendbytes failed|remote process exited",
     re.IGNORECASE,
 )
+_PLACE = re.compile(r"^\[[^\]]*\.(cc|cpp|cu|h):\d+\]\s*")  # of an engine's source
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+_LATE = "the wait has timed out"
 
 
 class Wait(NamedTuple):
@@ -79,15 +81,15 @@ def comm_error(
         seconds = collective_timeout().total_seconds()
         return CommError(
             f"{named_ranks(peers)} did not join {waiting} within {seconds:g} s",
-            why=reason,
+            why=reason if isinstance(exc, PeerLate) else _LATE,
             fix="if a rank is only slow, set TUTTI_TIMEOUT to more seconds",
         )
     return CommError(f"{waiting} failed", why=reason)
 
 
 def reason_of(exc: BaseException) -> str:
-    """The first line of an engine's message, without Gloo's advice, which holds for any program."""
-    message = str(exc).strip()
+    """The first line of an engine's message, without the place in its source and its advice."""
+    message = _PLACE.sub("", str(exc).strip())
     return message.splitlines()[0].split(". This is typically")[0] if message else repr(exc)
 
 
