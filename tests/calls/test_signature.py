@@ -289,3 +289,84 @@ def test_plain_attributes_are_told_apart_by_type_and_name() -> None:
     model.gain, model.other = 2, 1
     assert float(step(x)) == pytest.approx(float(_plain(model, x)), rel=1e-6)
     assert sum(map(len, step._programs.known.by_key.values())) == 3
+
+
+class Open(nn.Module):
+    """Computes with whatever parameters, buffers and children it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Identity(), nn.Identity()
+        self.register_buffer("mask", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for k, part in enumerate((self, self.first, self.second)):
+            for name, p in part.named_parameters(recurse=False):
+                x = x * p + len(name) + k
+            for name, b in part.named_buffers(recurse=False):
+                x = x + b * len(name) + k
+            for name, child in part.named_children():
+                x = child(x) + len(name)
+        return x
+
+
+def _two() -> Tensor:
+    return torch.full((4,), 2.0)
+
+
+def a_first_buffer(m: Any) -> None:
+    m.first.register_buffer("mean", _two())
+
+
+def a_buffer_in_place_of_none(m: Any) -> None:
+    m.mask = _two()
+
+
+def a_first_parameter(m: Any) -> None:
+    m.first.w = nn.Parameter(_two())
+
+
+def another_name_of_a_parameter(m: Any) -> None:
+    m.first.longer, m.first.w = m.first.w, None
+    del m.first.w
+
+
+def a_parameter_in_another_module(m: Any) -> None:
+    m.second.longer = m.first.longer
+    del m.first.longer
+
+
+def a_first_child(m: Any) -> None:
+    m.second.inner = nn.ReLU()
+
+
+def another_name_of_a_child(m: Any) -> None:
+    m.second.innermost = m.second.inner
+    del m.second.inner
+
+
+def test_names_of_parameters_buffers_and_children_are_seen() -> None:
+    model: Any = Open()
+    step, x = tutti.distribute(_plain, model), torch.randn(2, 4)
+    changes = (a_first_buffer, a_buffer_in_place_of_none, a_first_parameter)
+    later = (another_name_of_a_parameter, a_parameter_in_another_module)
+    for change in (*changes, *later, a_first_child, another_name_of_a_child):
+        step(x)
+        change(model)
+        expected = float(_plain(model, x).detach())
+        assert float(step(x)) == pytest.approx(expected, rel=1e-6), change.__name__
+
+
+def test_a_buffer_of_another_form_is_seen() -> None:
+    def halved(model: nn.Module, x: Tensor) -> Tensor:
+        scale = model.first.scale
+        return torch.ones_like(scale).div(2).sum() * scale.numel() + x.sum()
+
+    model: Any = Open()
+    model.first.register_buffer("scale", torch.ones(4))
+    step, x = tutti.distribute(halved, model), torch.zeros(2, 4)
+    for scale in (torch.ones(4), torch.ones(4).double(), torch.ones(1).double()):
+        model.first.scale = scale
+        found, expected = step(x), halved(model, x)
+        assert found.dtype is expected.dtype
+        assert float(found) == float(expected)

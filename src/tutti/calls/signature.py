@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from itertools import chain, compress, repeat
 from operator import attrgetter, is_not
 from typing import Any
 
@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from tutti.calls.hooks import Hooks
 from tutti.calls.sharded_batch import kind_of
 from tutti.calls.surroundings import surroundings
-from tutti.calls.tables import are_same, values_of
+from tutti.calls.tables import Table, are_same, values_of
 from tutti.capture.state.free_numbers import FreeInt, is_free_number
 from tutti.capture.unread import UnreadValue, is_unread, unread_kind
 from tutti.errors import CaptureError
 from tutti.graph.text import SHORT
-from tutti.torch_private.module_tables import children_of, parameters_of
+from tutti.torch_private.module_tables import buffers_of, children_of, parameters_of
 
 
 class Signatures:
@@ -27,42 +27,69 @@ class Signatures:
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model, self._optimizers = model, optimizers
         self.version = 0  # of the set of modules
+        self._numbers: dict[Any, int] = {}
+        self._keys: list[str] = []
+        self._rest: Any = None
         self._walk()
 
     def of(self, leaves: Sequence[Any], form: Any, python: int, *, sized: bool = True) -> Any:
         """A hashable key: the batch's form, its shapes and constants, the number of parameters of each group,
-        the modules, the trained parameters, their dtypes, the hooks, and the surroundings of the call.
+        the modules, the names of parameters and buffers, which are trained, their dtypes, the shapes of
+        buffers, the hooks, and the surroundings of the call.
 
         `python` stands for the Python values of the step (`PythonValues.now`). Without `sized`, calls whose
         tensors differ only in sizes have one key.
 
         Raises `CaptureError` for a leaf of the batch that is neither tensor nor constant.
         """
-        if not are_same(values_of(self._children), self._below) or self._are_of_other_classes():
+        other = any(self._empty) or not are_same(_entries(self._children), self._below)
+        if other or self._are_of_other_classes():
             self.version += 1
             self._walk()
         groups = tuple(len(g["params"]) for one in self._optimizers for g in one.param_groups)
-        weights = tuple(map(_form, filter(_is_there, values_of(self._parameters))))
+        weights, buffers = values_of(self._parameters), values_of(self._buffers)
+        there = [*map(is_not, [*weights, *buffers], repeat(None))]
+        trained = tuple(map(_form, compress(weights, there)))
+        others = tuple(map(_form_of_buffer, compress(buffers, there[len(weights) :])))
         made = tuple(map(_leaf if sized else _unsized, leaves))
         around = surroundings(trains=bool(self._optimizers))
-        return made, form, groups, self.version, python, weights, self._hooks.now(), around
+        names, forms = self._names(there), (trained, others)
+        return made, form, groups, self.version, names, python, forms, self._hooks.now(), around
+
+    def _names(self, there: list[bool]) -> int:
+        """A number for the names of parameters and buffers, by module, and for those that are not None."""
+        held = [*self._parameters, *self._buffers]
+        keys, sizes = [*chain.from_iterable(held)], [*map(len, held)]
+        if not are_same(keys, self._keys) or (sizes, there) != self._rest:
+            self._keys, self._rest = keys, (sizes, there)
+            named = self.version, (*keys,), (*sizes,), (*there,)
+            self._named = self._numbers.setdefault(named, len(self._numbers))
+        return self._named
 
     def _are_of_other_classes(self) -> bool:
         """Whether a module has another class than at the last walk."""
         return not are_same([*map(type, self.modules)], self._classes)
 
     def _walk(self) -> None:
-        """Find the current modules, and the tables in which they hold each other."""
+        """Find the current modules, and the tables in which they hold each other, parameters and buffers."""
         self.modules = list(self._model.modules())
         self._classes = list(map(type, self.modules))
-        self._children = [children_of(m) for m in self.modules if children_of(m)]
-        self._below = values_of(self._children)
-        self._parameters = [parameters_of(m) for m in self.modules if parameters_of(m)]
+        children = [children_of(m) for m in self.modules]
+        parameters, buffers = map(parameters_of, self.modules), map(buffers_of, self.modules)
+        every = children, [*parameters], [*buffers]
+        self._children, self._parameters, self._buffers = ([t for t in x if t] for x in every)
+        self._empty = [t for t in chain(*every) if not t]
+        self._below = _entries(self._children)
         self._hooks = Hooks(self.modules, self._optimizers)
 
 
+def _entries(tables: Sequence[Table]) -> list[Any]:
+    """The keys of all `tables`, and their values."""
+    return [*chain.from_iterable(tables), *values_of(tables)]
+
+
 _form = attrgetter("requires_grad", "dtype")
-_is_there = partial(is_not, None)
+_form_of_buffer = attrgetter("dtype", "shape")
 
 
 def _unsized(x: Any) -> Any:
@@ -95,8 +122,9 @@ _PARTS = (
     "another structure of the batch",
     "another number of parameters in the optimizer's groups",
     "other modules in the model",
+    "other names of parameters or buffers",
     _PYTHON,
-    "other parameters that are trained, or parameters of another dtype",
+    "other parameters that are trained, parameters of another dtype, or buffers of another form",
     "other hooks",
     "another autocast, mode of gradients or default dtype around the call",
 )

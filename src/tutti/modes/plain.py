@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import repeat
+from itertools import compress, repeat
 from operator import is_
 from typing import Any
 
@@ -45,6 +45,7 @@ from tutti.report.explanation import explain as explain_program
 from tutti.report.memory_course import memory_facts
 from tutti.report.program_facts import program_facts
 from tutti.state.agreeing import Agreeing, trained
+from tutti.state.as_stored import lay_out_as_stored
 from tutti.state.residence import (
     Residence,
     forget_values,
@@ -57,9 +58,8 @@ from tutti.state.residence import (
 )
 from tutti.state.residences import adopt, refuse_open, residence_of
 from tutti.state.shards import StateShard, unguarded
-from tutti.state.slots_of_shards import lay_out_slots
 from tutti.state.taken import of_another_shape, take_over
-from tutti.torch_private.dtensors import local_parts
+from tutti.torch_private.dtensors import local_parts, spec_of
 from tutti.torch_private.pytrees import tree_flatten, tree_unflatten
 from tutti.user_lines import quoted, user_line
 from tutti.verification.copies import copies_in_place
@@ -138,7 +138,7 @@ class Plain:
         seed = replica_rows.seed_of(job.seed, home.replica)
         was_traced = not running.captures.is_resized  # else no Python value has changed
         execution = Execution(program, seed, home, cut=job.cut, gives_back=was_traced)
-        lay_out_slots(job.model, job.optimizer, home)
+        lay_out_as_stored(job.model, job.optimizer, home)
         settle(job.model, job.optimizer, home, run_device(job.model), job.seed)
         if was_traced:
             running.python.walk()
@@ -243,7 +243,7 @@ class OnRanks(Compiled[Execution]):
         mode: gives each call its rows of the batch.
         samples: of the state, compared between ranks.
         holders, outside: the holders of the state; None before the first call.
-        lie: a mask of the sharded state at the last call.
+        lie, specs: a mask of the sharded state at the last call, and how its shards lay.
     """
 
     mode: Plain = field(kw_only=True)
@@ -251,6 +251,7 @@ class OnRanks(Compiled[Execution]):
     holders: Holders | None = field(default=None, kw_only=True)
     outside: Outside | None = field(default=None, kw_only=True)
     lie: list[bool] | None = field(default=None, kw_only=True)
+    specs: list[Any] = field(default_factory=list, kw_only=True)
 
     @cached_property
     def updated(self) -> list[int]:
@@ -325,7 +326,7 @@ class OnRanks(Compiled[Execution]):
             if any(s.kind == "slot" for s in missing(job.model, optimizers, wanted)):
                 with unguarded():
                     make_slots(job.optimizer)  # the user has cleared them
-                lay_out_slots(job.model, job.optimizer, residence_of(job.model, job.layout))
+                lay_out_as_stored(job.model, job.optimizer, residence_of(job.model, job.layout))
             self.holders = Holders(job.model, optimizers, wanted)
             now = self.holders.tensors()
             assert now is not None
@@ -335,11 +336,15 @@ class OnRanks(Compiled[Execution]):
         if job.layout.num_ranks > 1:
             refuse_open(job.model)
             lie = list(map(is_, map(type, now), repeat(StateShard)))
-            if lie != self.lie:
+            specs = list(map(spec_of, compress(now, lie)))
+            if lie != self.lie or not are_same(specs, self.specs):
                 state = self.program.captured.state[: len(now)]
-                if take_over(job.model, job.optimizer, state, now):
+                home = residence_of(job.model, job.layout)
+                if take_over(job.model, job.optimizer, state, now) or lay_out_as_stored(
+                    job.model, job.optimizer, home
+                ):
                     return self._state()
-                self.lie = lie
+                self.lie, self.specs = lie, specs
         assert self.outside is not None
         return [*now, *self.outside.tensors()] if self.outside else now
 
