@@ -345,6 +345,12 @@ def function(model: Any, y: Tensor) -> Tensor:
     return y
 
 
+def closure(model: Any, y: Tensor) -> Tensor:
+    y = y if model.kept is None else model.kept(y)
+    model.kept = lambda x: x + y.detach()
+    return y
+
+
 def grown_list(model: Any, y: Tensor) -> Tensor:
     model.kept = [*(model.kept or []), Box(len(model.kept or []))]
     return y * len(model.kept)
@@ -374,6 +380,10 @@ def new_parameter(model: Any, y: Tensor) -> Tensor:
         (dtype_in_an_object, "puts a Box into kept"),
         (array, "puts a ndarray into kept"),
         (function, "puts a builtin_function_or_method into kept"),
+        (
+            closure,
+            r"puts a function into kept[\s\S]*test_left_values.py:\d+  model.kept = lambda x",
+        ),
         (grown_list, "puts a list into kept"),
         (module, 'puts another module into "linear"'),
         (parameter, "keeps a parameter or a buffer in kept from one call to the next"),
@@ -424,6 +434,47 @@ def test_a_generator_that_the_step_advances_is_refused() -> None:
 def test_what_no_call_reads_is_no_result(program: Callable[[], Program]) -> None:
     step, model, optimizer, batch = program()
     assert capture(step, model, optimizer, batch).effects == []
+
+
+def test_a_function_that_each_call_makes_anew_may_be_left() -> None:
+    held: dict[str, Any] = {"loss": None, "kinds": None}
+
+    def change(model: Any, y: Tensor) -> Tensor:
+        held["loss"], held["kinds"] = lambda: y * 2, [zeros, Box]
+        model.kept = held["loss"]
+        return model.kept() + held["loss"]()
+
+    def program() -> Program:
+        return keeping(None, change)
+
+    with pytest.warns(
+        UserWarning, match=r"held\['loss'\] stays as it is: the step puts a function"
+    ):
+        assert_as_eager(program, calls=CALLS)
+    step, model, optimizer, batch = program()
+    held["loss"] = None
+    played = tutti.distribute(step, model, optimizer)
+    for _ in range(3):
+        played(*batch)
+    assert held == {"loss": None, "kinds": [zeros, Box]} and model.kept is None
+    assert played._num_traces <= 2
+
+
+def test_a_function_of_a_module_is_left_for_the_next_call() -> None:
+    def change(model: Any, y: Tensor) -> Tensor:
+        y = y if model.kept is None else model.kept(y)
+        model.kept = twice if model.kept is halved else halved
+        return y
+
+    assert_as_eager(lambda: keeping(None, change), calls=6)
+
+
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def halved(x: Tensor) -> Tensor:
+    return x / 2
 
 
 def test_objects_that_no_call_reads_may_be_left() -> None:

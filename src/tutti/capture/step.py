@@ -417,7 +417,7 @@ class _Lifted:
                 self.python.findings.append_to(name)
             refuse_lost(lost, first, later)
             for one in self.lost:
-                if not self.python.holds_value_of_module(one.entry):
+                if one.is_function or not self.python.holds_value_of_module(one.entry):
                     say_lost(one)
                 elif one.has_tensors and not one.is_item:
                     self.not_kept.append(NotKept.of(one))

@@ -379,7 +379,7 @@ class CaptureComparison:
                 given = self.train_step, self.model, self.optimizer, rebuilt(self.batch)
                 result = eagerly(*given, seed=self.seed, step=k, precision=self.precision)
                 eager, _ = flattened(returnable(result))
-            eager += [x for e in self.captured.effects for x in tree_leaves(e.now())]
+            eager += [x for e in self.captured.effects for x in e.results_now()]
             kept = [x.detach().clone() if isinstance(x, Tensor) else x for x in eager]
             now = snapshot(self.captured, self.model, self.optimizer)
             self.eager.append(Made(kept, found, {n: now[n] for n in self.captured.updated}))

@@ -11,6 +11,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from tutti.torch_private.op_tables import OpOverload, schema_of
 from tutti.torch_private.pytrees import tree_leaves, tree_map_only
 from tutti.torch_private.storages import memory_id
 from tutti.torch_private.tracing import get_proxy_mode, get_proxy_slot
+from tutti.user_lines import quoted
 
 aten = torch.ops.aten
 _DEPTH = 3  # of objects in objects, in the search for tensors
@@ -76,6 +78,11 @@ class LeftValue:
         return any(True for _ in tensors_in(self.value))
 
     @property
+    def is_function(self) -> bool:
+        """Whether it is a function written in Python."""
+        return isinstance(self.value, FunctionType)
+
+    @property
     def is_item(self) -> bool:
         """Whether it is in a list or a deque."""
         return self.entry.table.kind == ITEM and isinstance(self.entry.table.find(), list | deque)
@@ -107,9 +114,13 @@ class LeftValue:
                 why="the step is captured once: it would read the value of that call for ever",
                 fix=of_list if self.entry.table.kind == ITEM else buffer,
             )
-        what = "removes" if self.value is MISSING else f"puts a {kind} into"
+        what, line = "removes" if self.value is MISSING else f"puts a {kind} into", ""
+        if isinstance(self.value, FunctionType):
+            code = self.value.__code__
+            line = quoted(f"{code.co_filename}:{code.co_firstlineno}")
         return CaptureError(
             f"the step {what} {name}, and its next call depends on it",
+            at=line,
             why="the step is captured once: its Python would not run again",
             fix="numbers, strings, tensors, or tuples, lists and dicts of them",
         )

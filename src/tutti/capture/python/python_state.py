@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import types
 import warnings
 from collections import deque
@@ -85,7 +86,8 @@ class Effect:
 
     With a `condition` a tensor of several elements counts only if this step reads one of these tensors, or
     the next one depends on the value: modules keep values for inspection. `inspected`: no call reads it.
-    `appends`: several values, which come behind the items of a list.
+    `appends`: several values, which come behind the items of a list. `fixed` are functions and classes among
+    the leaves of `spec`, by position; they are no results of the graph.
     """
 
     entries: tuple[TableEntry, ...]
@@ -94,6 +96,7 @@ class Effect:
     condition: tuple[Tensor, ...] | None = field(default=None, repr=False)
     inspected: bool = False
     appends: bool = False
+    fixed: Mapping[int, Any] = field(default_factory=dict)
 
     @property
     def may_be_read(self) -> bool:
@@ -107,9 +110,16 @@ class Effect:
         items = list(plain_sequence(self.entries[0].table.find()))
         return items[len(items) - self.spec.num_children :]
 
+    def results_now(self) -> list[Any]:
+        """The leaves of the value in its place that are results of the graph."""
+        return [x for i, x in enumerate(tree_flatten(self.now())[0]) if i not in self.fixed]
+
     def value(self, leaves: Sequence[Any]) -> Any:
         """The value to assign."""
-        return tree_unflatten(list(leaves), self.spec)
+        every = list(leaves)
+        for at, one in self.fixed.items():  # in the order of their positions
+            every.insert(at, one)
+        return tree_unflatten(every, self.spec)
 
 
 def values_of(effects: Sequence[Effect], results: Sequence[Any]) -> list[Any]:
@@ -464,9 +474,10 @@ class BegunTrace:
                 found.append(effect)
         found += filter(None, starmap(self._of_appended, self._appended))
         for entry, value in changed.values():
-            leaves, spec = tree_flatten(value)
+            leaves, fixed, spec = _flattened(value)
             self.leaves += leaves
-            found.append(Effect((entry,), spec, len(leaves), self._condition(entry, leaves)))
+            condition = self._condition(entry, [*leaves, *fixed.values()])
+            found.append(Effect((entry,), spec, len(leaves), condition, fixed=fixed))
             if found[-1].condition is not None or any(isinstance(x, Tensor) for x in leaves):
                 self.with_tensors.append((found[-1], LeftValue(entry, value)))
         return found
@@ -481,7 +492,7 @@ class BegunTrace:
     def _of_appended(self, table: Table, appended: Appended) -> Effect | None:
         """The effect of what the step appends to a list."""
         findings, added = self.state.findings, appended.added
-        leaves, spec = tree_flatten(added)
+        leaves, fixed, spec = _flattened(added)
         if appended.has_other_uses or not all(map(_can_be_kept, leaves)):
             findings.used.add(table.prefix)
             findings.appended.discard(table.prefix)
@@ -491,7 +502,7 @@ class BegunTrace:
         at = len(plain_sequence(table.find()))
         self.added += [LeftValue(TableEntry(table, at + i), x) for i, x in enumerate(added)]
         self.leaves += leaves
-        return Effect((TableEntry(table, END),), spec, len(leaves), appends=True)
+        return Effect((TableEntry(table, END),), spec, len(leaves), appends=True, fixed=fixed)
 
     def _condition(self, entry: TableEntry, leaves: Sequence[Any]) -> tuple[Tensor, ...] | None:
         if not self.state.holds_value_of_module(entry):
@@ -544,12 +555,32 @@ def _stand_in(x: Tensor, mode: FakeTensorMode) -> Tensor:
         return fake.requires_grad_(x.requires_grad and x.is_leaf)
 
 
-_KEPT = (*PLAIN, *SYMBOLS, Tensor, type, types.FunctionType)
+_KEPT = (*PLAIN, *SYMBOLS, Tensor)
 
 
 def _can_be_kept(leaf: Any) -> bool:
-    """Whether a graph can return a leaf."""
-    return isinstance(leaf, _KEPT) and not isinstance(leaf, bytes)
+    """Whether each call can assign a leaf again: a result of the graph, or a function or class of a module.
+
+    Another function may hold tensors of the trace, and would be a new one in each trace.
+    """
+    return _is_of_a_module(leaf) or (isinstance(leaf, _KEPT) and not isinstance(leaf, bytes))
+
+
+def _is_of_a_module(x: Any) -> bool:
+    """Whether a Python module has this function or class under its name."""
+    if not isinstance(x, type | types.FunctionType):
+        return False
+    found: Any = sys.modules.get(x.__module__)
+    for name in x.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is x
+
+
+def _flattened(value: Any) -> tuple[list[Any], dict[int, Any], TreeSpec]:
+    """The leaves of a value that are results of a graph, the others by position, and the structure of all."""
+    leaves, spec = tree_flatten(value)
+    fixed = {i: x for i, x in enumerate(leaves) if _is_of_a_module(x)}
+    return [x for i, x in enumerate(leaves) if i not in fixed], fixed, spec
 
 
 def say_lost(one: LeftValue) -> None:
