@@ -126,8 +126,22 @@ def _around(parameters: Any, lr: float) -> Around:
     return Around(Adam(parameters, lr=lr))
 
 
-def test_an_optimizer_around_another_may_have_no_hooks() -> None:
-    assert_as_eager(partial(_program, plainly, _around))
+class AroundWithTables(Around):
+    """As many copies of Lookahead: plain dicts in place of PyTorch's tables of hooks."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner)
+        self._optimizer_step_pre_hooks: Any = {}
+        self._optimizer_step_post_hooks: Any = {}
+
+
+def _around_with_tables(parameters: Any, lr: float) -> Around:
+    return AroundWithTables(Adam(parameters, lr=lr))
+
+
+@pytest.mark.parametrize("around", [_around, _around_with_tables])
+def test_an_optimizer_around_another_may_have_no_hooks(around: Any) -> None:
+    assert_as_eager(partial(_program, plainly, around))
 
 
 class Wrapper(Optimizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,7 @@ from tutti.torch_private.optimizer_marks import (
     MARKS,
     SCALED_BY_KERNEL,
     UNCHECKED,
-    has_hooks,
+    hook_before_steps,
     hooks_of_optimizer,
     hooks_off,
     is_scaled_by_kernel,
@@ -90,7 +91,6 @@ def test_a_fused_step_notes_that_it_has_checked_its_tensors() -> None:
 
 def test_hooks_of_an_optimizer_are_in_two_tables() -> None:
     optimizer, seen = _adam(), []
-    assert has_hooks(optimizer) and not has_hooks(object())
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
     assert [len(table or ()) for table in hooks_of_optimizer(optimizer)] == [1, 1, 0, 0]
@@ -103,6 +103,22 @@ def test_hooks_of_an_optimizer_are_in_two_tables() -> None:
     remove_hooks(optimizer)
     optimizer.step()
     assert seen == ["before", "after"]
+
+
+@pytest.mark.parametrize("kind", [OrderedDict, dict], ids=["pytorch", "plain"])
+def test_a_hook_for_a_block_needs_no_table_of_pytorch(kind: type) -> None:
+    optimizer, seen = _adam(), []
+    optimizer._optimizer_step_pre_hooks = kind()
+    if kind is dict:
+        with pytest.raises(TypeError, match="weak reference"):
+            optimizer.register_step_pre_hook(lambda *_: None)
+        optimizer._optimizer_step_pre_hooks.clear()
+    with hook_before_steps(optimizer, lambda one, *_: seen.append(one)):
+        optimizer.step()
+    optimizer.step()
+    assert seen == [optimizer] and not optimizer._optimizer_step_pre_hooks
+    with hook_before_steps(object(), lambda *_: None):
+        pass
 
 
 def test_hooks_of_all_optimizers_are_in_two_more_tables() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,12 +52,23 @@ def is_wrapped_by_scheduler(step: Any) -> bool:
     return hasattr(step, "_wrapped_by_lr_sched")
 
 
-def has_hooks(optimizer: Any) -> bool:
-    """Whether an optimizer accepts hooks: a wrapper of another may have no tables for them.
+@contextmanager
+def hook_before_steps(optimizer: Any, hook: Callable[..., None]) -> Iterator[None]:
+    """Inside, `hook(optimizer, args, kwargs)` runs before the optimizer's steps, if it has a table of hooks.
 
-    Why: `register_step_pre_hook` fails there. Public: none.
+    Why: `register_step_pre_hook` fails for a wrapper of another optimizer that has no table, or a plain dict
+    in its place. Public: none.
     """
-    return hasattr(optimizer, _HOOKS[0])
+    table = getattr(optimizer, _HOOKS[0], None)
+    if table is None:
+        yield
+        return
+    key = object()
+    table[key] = hook
+    try:
+        yield
+    finally:
+        table.pop(key, None)
 
 
 def hooks_of_optimizer(optimizer: Any) -> Iterator[dict[int, Any] | None]:

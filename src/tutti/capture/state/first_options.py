@@ -17,7 +17,7 @@ from tutti.capture.state.first_form import first_slots
 from tutti.capture.state.first_step import inner_optimizers
 from tutti.capture.state.lift import SCHEDULED, optimizers_of
 from tutti.errors import CaptureError
-from tutti.torch_private.optimizer_marks import has_hooks
+from tutti.torch_private.optimizer_marks import hook_before_steps
 
 
 @contextlib.contextmanager
@@ -25,9 +25,7 @@ def options_watched(optimizer: Any) -> Iterator[dict[Optimizer, str]]:
     """Yield the optimizers called inside after a change of a scheduled option, with that option."""
     found: dict[Optimizer, str] = {}
     found_in = (inner for one in optimizers_of(optimizer) for inner in inner_optimizers(one))
-    # A wrapper (Lookahead) may have no hooks of its own; the inner optimizer has.
-    every = [one for one in found_in if has_hooks(one)]
-    before = {one: [dict(group) for group in one.param_groups] for one in every}
+    before = {one: [dict(group) for group in one.param_groups] for one in found_in}
 
     def look(one: Any, *_given: Any) -> None:
         for group, kept in zip(one.param_groups, before[one], strict=False):
@@ -35,12 +33,10 @@ def options_watched(optimizer: Any) -> Iterator[dict[Optimizer, str]]:
                 if key in SCHEDULED and group.get(key) is not value:
                     found.setdefault(one, key)
 
-    hooks = [one.register_step_pre_hook(look) for one in every]
-    try:
+    with contextlib.ExitStack() as stack:
+        for one in before:
+            stack.enter_context(hook_before_steps(one, look))
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def refuse_first_options(found: dict[Optimizer, str]) -> None:
