@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import warnings
 import weakref
 from collections import defaultdict, namedtuple
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from as_eager import Program, assert_as_eager, assert_as_eager_on_ranks
 from gradient_programs import looking, losing, small_model
 from ranks import Ranks
 from tutti.capture.python.held_values import ITEM, Table
+from tutti.capture.step import capture
 from tutti.errors import CaptureError
 
 CALLS = 4
@@ -395,3 +398,20 @@ def test_an_address_is_refused(of: Callable[[Tensor], Any]) -> None:
     step, _, optimizer, batch = looking(made, look)
     with pytest.raises(CaptureError, match=r"address of a tensor(?s:.*)# here"):
         tutti.distribute(step, made, optimizer, "")(*batch)
+
+
+def test_an_address_for_which_pytorch_asks_gives_no_warning() -> None:
+    """`copy.deepcopy` of a tensor asks for it."""
+
+    def look(p: Any) -> None:
+        p.grad = copy.deepcopy(p.grad) * 2
+
+    program = looking(small_model(), look)
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # PyTorch gives this warning once a process
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Accessing the data pointer")
+            capture(*program)
+    finally:
+        torch.set_warn_always(before)

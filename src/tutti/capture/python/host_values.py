@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -117,14 +118,18 @@ _WHERE = _refuse(
 
 
 def _address(patch: Patch) -> Callable[..., Any]:
-    """The address, for PyTorch's own code and of a tensor with memory."""
+    """The address, for PyTorch's own code and of a tensor with memory; a fake has one of zero."""
     plain: Callable[..., Any] = getattr(patch.owner, patch.name)
 
     def asked(x: Any) -> Any:
         has_none = isinstance(x, FakeTensor) or x.device.type == "meta"
-        if has_none and is_users(caller().f_code.co_filename):
+        if not has_none:
+            return plain(x)
+        if is_users(caller().f_code.co_filename):
             return _WHERE()
-        return plain(x)
+        with warnings.catch_warnings():  # of PyTorch's own question, as in `copy.deepcopy`
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            return plain(x)
 
     return asked
 
