@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import tutti
 from ranks import Ranks
 from tutti.state.residences import known_residence
-from tutti.state.shared_storage import SharedState
+from tutti.state.shared_storage import Lodging
 
 
 def evaluate(model: nn.Module, x: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def _moves(layout: str, frozen: bool) -> tuple[list[int], list[float], list[bool
     moves, results = [], []
     x = torch.linspace(-1, 1, 32).view(4, 8)
     for _ in range(4):
-        with mock.patch.object(SharedState, "move_in", autospec=True) as moved:
+        with mock.patch.object(Lodging, "move_in", autospec=True) as moved:
             moved.side_effect = MOVE_IN
             results.append(step(x).item())
         moves.append(moved.call_count)
@@ -58,7 +58,7 @@ def _moves(layout: str, frozen: bool) -> tuple[list[int], list[float], list[bool
     return moves, results, lies
 
 
-MOVE_IN = SharedState.move_in
+MOVE_IN = Lodging.move_in
 
 
 @pytest.mark.parametrize("frozen", [True, False])

@@ -279,6 +279,7 @@ class OnRanks(Compiled[Execution]):
     ) -> list[Any]:
         """Play a call; its new state replaces the old one, if the call counts."""
         state, running, execution = self._state(), self.mode.running, self.execution
+        job = running.job
         self.mode.begins(self)
         own = self._here(state)
         inputs = [*own, *given.values(), *self.mode.rows(tensors, self.shards)]
@@ -287,8 +288,10 @@ class OnRanks(Compiled[Execution]):
         with running.divergence.watching(self.number, self.samples, own), late as errors:
             returned, updates = run(inputs, running.num_steps)
         if moved := execution.moved():
+            home, known = residence_of(job.model, job.layout), self.program.captured.state
             for at, new in moved.items():
                 set_local(state[at], new)
+                home.shared.note_tenant(known[at].name, state[at])
             own = self._here(state)  # frees the former tensors
             give_back_now()
         if checked:  # node by node, on the graph before passes: values, not memory

@@ -4,17 +4,20 @@
     copied   zero=1, 2: each rank's own copy, which the others can read
 
 State moves there before the first step that needs it and stays. If the user has put another tensor in its
-place since, the next step first copies its values.
+place since, the next step first copies its values; the former one, which the user may hold, leaves the
+memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
 
 from tutti.comm.collectives.groups import Groups
 from tutti.comm.collectives.in_shared_memory import InSharedMemory
@@ -23,18 +26,35 @@ from tutti.comm.host.shared_memory import SharedGroup
 from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import graphs_of
 from tutti.passes.shared_state import copied_state, viewed_state
+from tutti.torch_private.storages import memory_id
 
 Axes = tuple[str, ...]
 _ALIGNMENT = 64
 
 
-@dataclass(frozen=True)
+@dataclass
 class Lodging:
-    """One state tensor in shared memory: `own`, this rank's tensor, and `whole`, all ranks' parts."""
+    """One state tensor in shared memory: `own`, this rank's tensor, and `whole`, all ranks' parts.
+
+    `resident` is the tensor of this memory that the last one to move in has got: the local tensor of a
+    shard. Of a tensor stored whole, which has taken over its memory alone, `tenant` is a reference.
+    """
 
     axes: Axes
     own: Tensor
     whole: Tensor | None = None
+    resident: Tensor | None = None
+    tenant: weakref.ref[Tensor] | None = None
+
+    def move_in(self, value: Tensor) -> Tensor:
+        """Write `value`; the tensor that the state gets. The former one, which the user may hold, leaves."""
+        before = self.tenant() if self.tenant is not None else None
+        for x in (self.resident, before):
+            if x is not None and x.numel() and memory_id(x) == memory_id(self.own):
+                x.data = x.detach().clone()
+        self.own.copy_(value)
+        self.resident, self.tenant = self.own.detach(), None
+        return self.resident
 
 
 @dataclass
@@ -89,12 +109,19 @@ class SharedState:
                 else:
                     self.lodgings[name] = Lodging(axes, _alone(piece.view(value.shape)))
 
-    def move_in(self, name: str, value: Tensor) -> Tensor:
-        """The tensor for state `name`: in shared memory, with the values of `value`."""
-        own = self.lodgings[name].own
-        if value.data_ptr() != own.data_ptr():
-            own.copy_(value)
-        return own
+    def move_in(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors in shared memory for state by name, with these values; a value may lie in the memory of
+        another, as after an exchange of two layers."""
+        lodgings = {name: self.lodgings[name] for name in values}
+        taken = {memory_id(one.own) for one in lodgings.values()}
+        found = {n: x.clone() if memory_id(x) in taken else x for n, x in values.items()}
+        return {name: one.move_in(found[name]) for name, one in lodgings.items()}
+
+    def note_tenant(self, name: str, x: Tensor) -> None:
+        """Note a tensor stored whole that has moved in; of one in shards a reference would keep PyTorch from
+        giving it another dtype."""
+        if not isinstance(x, DTensor):
+            self.lodgings[name].tenant = weakref.ref(x)
 
 
 def _alone(x: Tensor) -> Tensor:
@@ -163,8 +190,9 @@ class Lodger:
         if moved:
             for axes in self._axes:  # no rank may still read the values of the last step
                 self._memory.meet(axes)
+            own = self._home.move_in({name: inputs[i] for name, i in moved})
             for name, i in moved:
-                inputs[i] = self._home.move_in(name, inputs[i])
+                inputs[i] = own[name]
         self._memory.hold({name: inputs[i] for name, i in self._copied.items()})
         return {i: inputs[i] for _, i in moved}
 
