@@ -30,7 +30,7 @@ def strategies(draw: st.DrawFn) -> Strategy:
             return Average(
                 every=every,
                 then=then,
-                group=draw(st.integers(2, 8)),
+                group=draw(st.integers(2, 8)) if then else 2,
                 after=draw(st.integers(0, 100)),
                 traffic="fp32" if then else draw(TRAFFIC),
             )
@@ -45,7 +45,7 @@ def strategies(draw: st.DrawFn) -> Strategy:
             return DiLoCo(
                 every=every,
                 lr=draw(NUMBER),
-                momentum=draw(NUMBER),
+                momentum=draw(st.floats(0, 0.999)),
                 fragments=draw(st.integers(1, every)),
                 delay=draw(st.integers(0, every - 1)),
                 alpha=draw(st.floats(0, 0.999)),
@@ -90,6 +90,14 @@ def test_what_is_not_said_has_its_default() -> None:
         ("average(every=1.5)", "is not a whole number", "every=16"),
         ("diloco(lr=fast)", "is not a number", "lr=0.7"),
         ("diloco(lr=nan)", "below 0", "lr=0 or more"),
+        ("diloco(lr=inf)", "lr=inf is not finite", "lr=0.7"),
+        ("diloco(momentum=1.5)", "momentum=1.5 is not below 1", "momentum=0.9"),
+        (
+            "average(every=4, group=4)",
+            "group=4 in sync=average(every=4, group=4) has no",
+            "then=16",
+        ),
+        ("gossip(traffic=int8)", "traffic is one of average and diloco", "gossip(every=1)"),
         ("average(every=2, every=3)", '"every" appears twice', "keep one"),
         ("average(every=0)", "every=0 is below 1", "every=1"),
         ("average(every=4, then=6)", "no multiple", "then=16"),

@@ -40,6 +40,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, nn.Module]]:
     monkeypatch.setenv(ROLE.name, "worker 0")
     monkeypatch.setenv(SERVERS.name, "nowhere:1")
     monkeypatch.setattr(worker_side, "Client", Looking)
+    monkeypatch.setattr(worker_side, "_JOINED", [])
     monkeypatch.setattr(worker_side.atexit, "register", lambda _: None)
     torch.manual_seed(0)
     model = Tables().double()

@@ -26,6 +26,8 @@ class Summed(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
+                if p.grad is None:
+                    continue
                 slots = self.state[p]
                 if not slots:
                     slots["z"] = torch.zeros_like(p)
@@ -39,7 +41,8 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> Tenso
     optimizer.zero_grad()
     loss.backward()
     for p in model.parameters():
-        p.grad.mul_(model.scale)
+        if p.grad is not None:
+            p.grad.mul_(model.scale)
     optimizer.step()
     return loss
 
@@ -66,6 +69,7 @@ def one_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ROLE.name, "worker 0")
     monkeypatch.setenv(SERVERS.name, "nowhere:1")
     monkeypatch.setattr(worker_side, "Client", OneServer)
+    monkeypatch.setattr(worker_side, "_JOINED", [])
     monkeypatch.setattr(worker_side.atexit, "register", lambda _: None)
     OneServer.asked = []
     OneServer.state = {
@@ -99,3 +103,27 @@ def test_a_constant_of_the_servers_update_is_refused_by_name() -> None:
     with pytest.raises(ServerError, match="another update than") as error:
         step(torch.ones(8, 4).double())
     assert "scale, which was a constant" in str(error.value)
+
+
+def test_a_weight_that_is_frozen_later_is_refused_by_name() -> None:
+    model, optimizer = made()
+    step = distributed(model, optimizer)
+    step(torch.ones(8, 4).double())
+    model.bias.requires_grad_(False)
+    model.bias.grad = None
+    with pytest.raises(ServerError, match="another update than") as error:
+        step(torch.ones(8, 4).double())
+    assert '"bias" is trained no longer' in str(error.value)
+
+
+def other_step(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    return train_step(model, optimizer, x)
+
+
+def test_a_second_training_step_is_refused_by_name() -> None:
+    model, optimizer = made()
+    first = distributed(model, optimizer)
+    other = tutti.distribute(other_step, model, optimizer, "replica=2 server=1 sync=async")
+    first(torch.ones(8, 4).double())
+    with pytest.raises(ServerError, match="under servers: train_step and other_step"):
+        other(torch.ones(8, 4).double())

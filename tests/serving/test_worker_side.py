@@ -68,6 +68,7 @@ def test_a_large_table_is_pulled_and_pushed_by_row(
     monkeypatch.setenv(ROLE.name, "worker 0")
     monkeypatch.setenv(SERVERS.name, "nowhere:1")
     monkeypatch.setattr(worker_side, "Client", OneServer)
+    monkeypatch.setattr(worker_side, "_JOINED", [])
     monkeypatch.setattr(worker_side.atexit, "register", lambda _: None)
     torch.manual_seed(0)
     model = Tables().double()

@@ -57,6 +57,7 @@ class Layout:
         """Read the words of `text` in any order; None and "" mean one device."""
         if isinstance(text, Layout):
             return text
+        _check_marks(text or "")
         axes: dict[str, int] = {}
         options: dict[str, int | str] = {}
         for word in re.findall(r"[^\s(]+(?:\([^)]*\))?", text or ""):
@@ -145,6 +146,14 @@ class Layout:
                 fix=f'"{self._served(2)}", or leave server out',
             )
         if not self._agrees_by_servers:
+            name, bracket, rest = self.sync.partition("(")
+            if near := difflib.get_close_matches(name.lower(), WITH_SERVERS, n=1):
+                meant = replace(self, sync=near[0] + bracket + rest)
+                raise LayoutError(
+                    f'"sync={self.sync}" in layout "{self}" is unknown',
+                    why="workers agree through servers by " + ", ".join(WITH_SERVERS),
+                    fix=f'did you mean "{meant}"?',
+                )
             raise LayoutError(
                 f'layout "{self}" does not say how its workers agree through servers',
                 why=f'"sync={self.sync}" is how replicas agree without servers'
@@ -195,9 +204,10 @@ class Layout:
                 fix=f'"{self} sync=average(every=16)", or data={self.num_replicas} for one program',
             )
         if self.sync and self.num_replicas == 1:
+            two = replace(self, axes={"replica": 2, **self.axes} | {"replica": 2})
             raise LayoutError(
                 f'sync="{self.sync}" says how replicas agree, which layout "{self}" lacks',
-                fix=f'"replica=2 {self}", or leave sync out',
+                fix=f'"{two}", or leave sync out',
             )
 
     def check_ranks(self, num_ranks: int) -> None:
@@ -318,11 +328,34 @@ def _number(name: str, value: str, least: int, text: object) -> int:
     return int(value)
 
 
+_EXAMPLES = {
+    "precision": "bf16",
+    "schedule": "1f1b",
+    "sync": "average(every=16)",
+    "remat": "full",
+}
+
+
+def _check_marks(text: str) -> None:
+    """Raise `LayoutError` for spaces beside "=" between words, and for brackets without the other one."""
+    opened, closed = text.count("("), text.count(")")
+    if opened != closed:
+        one, other = ("(", ")") if opened > closed else (")", "(")
+        raise LayoutError(
+            f'a "{one}" in layout "{text}" is without its "{other}"',
+            fix=f'"{text})"' if opened == closed + 1 else f'as many "{other}" as "{one}"',
+        )
+    outside = re.sub(r"\([^)]*\)", lambda m: "x" * len(m[0]), text)
+    if re.search(r"\s=|=\s", outside.rstrip()):
+        joined = re.sub(r"\s*=\s*", "=", text)
+        raise LayoutError(f'a space beside "=" in layout "{text}"', fix=f'"{joined}"')
+
+
 def _unknown(word: str, name: str, has_value: bool, text: object) -> LayoutError:
     known = AXES + _OPTIONS
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
     if name in known:
-        example = {"precision": "bf16", "schedule": "1f1b"}.get(name, "2")
+        example = _EXAMPLES.get(name, "2")
         return LayoutError(f'"{word}" in layout "{text}" has no value', fix=f"{name}={example}")
     return LayoutError(
         f'unknown word "{word}" in layout "{text}"',

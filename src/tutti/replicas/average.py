@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -42,6 +43,7 @@ class Average(Strategy):
     group: int = 2
     after: int = 0
     traffic: str = "fp32"
+    needs: ClassVar = {"group": "then"}
 
     def __post_init__(self) -> None:
         at_least(self, "every", 1)

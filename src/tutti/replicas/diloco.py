@@ -68,6 +68,13 @@ class DiLoCo(Strategy):
             ("after", 0),
         ):
             at_least(self, option, least)
+        if self.momentum >= 1:
+            raise refuse(
+                self,
+                f"momentum={self.momentum} is not below 1",
+                "momentum=0.9",
+                "the outer optimizer would forget no change, and go ever faster",
+            )
         if self.fragments > self.every:
             raise refuse(
                 self,

@@ -44,14 +44,23 @@ def parse(text: str) -> Strategy:
     for word in filter(None, map(str.strip, rest.split(","))):
         key, _, value = (part.strip() for part in word.partition("="))
         if key not in known:
+            having = [n for n, one in STRATEGIES.items() if key in {f.name for f in fields(one)}]
+            elsewhere = f"; {key} is one of {' and '.join(having)}" if having else ""
             raise LayoutError(
                 f'"{key}" is no option of sync={name}',
-                why=f"its options are {', '.join(known)}",
+                why=f"its options are {', '.join(known)}{elsewhere}",
                 fix=_near(key, list(known)) or str(made()),  # type: ignore[call-arg]
             )
         if key in options:
             raise LayoutError(f'"{key}" appears twice in sync={text}', fix="keep one of them")
         options[key] = _value(name, known[key], value)
+    for key, needed in made.needs.items():
+        if key in options and not options.get(needed):
+            raise LayoutError(
+                f"{key}={options[key]} in sync={text} has no effect",
+                why=f"it says what happens with {needed}, which is not given",
+                fix=f"leave {key} out, or add {needed}={4 * options.get('every', known['every'].default)}",
+            )
     return made(**options)
 
 

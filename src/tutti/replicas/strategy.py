@@ -13,9 +13,11 @@ Without a delay both happen after the same step.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -67,6 +69,8 @@ class Strategy(ABC):
     """
 
     every: int
+    # Options without effect unless another one is given.
+    needs: ClassVar[Mapping[str, str]] = {}
 
     @property
     def period(self) -> int:
@@ -193,6 +197,9 @@ def check_dtypes(strategy: Strategy, weights: Weights) -> None:
 def at_least(strategy: Strategy, option: str, least: float) -> None:
     """Raise unless an option is a number of at least `least`."""
     value = getattr(strategy, option)
+    if value == math.inf:
+        default = next(f.default for f in fields(strategy) if f.name == option)
+        raise refuse(strategy, f"{option}={value} is not finite", f"{option}={default}")
     if not value >= least:  # NaN is not either
         raise refuse(
             strategy, f"{option}={value} is below {least:g}", f"{option}={least:g} or more"

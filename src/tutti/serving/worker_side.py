@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import gc
+import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -41,6 +43,7 @@ from tutti.serving.worked import Worked, parts_of
 from tutti.serving.worker_weights import WorkerWeights
 from tutti.state.residence import forget_values, local_of, own_memory, set_local, whole_of
 from tutti.state.residences import residence_of
+from tutti.user_lines import quoted, user_line
 
 
 class WorkerSide:
@@ -299,6 +302,8 @@ class WorkerSide:
         if self._updater is not None:
             check_same(updater, self._updater)
             return
+        self._refuse_second()
+        _JOINED.append(weakref.ref(self))
         self._updater, self._edits = updater, Edits(updater.variables)
         bring = self._bring_tables if self.worker_ranks.size == 1 else None
         self._absent = AbsentTables([v.name for v in updater.variables if v.rows], bring)
@@ -306,6 +311,21 @@ class WorkerSide:
         if self.worker_ranks.speaks:
             self._connect(updater)
         self._told({})
+
+    def _refuse_second(self) -> None:
+        """Refuse another training step of this process beside the one that has joined."""
+        if any(known() is not None for known in _JOINED):
+            gc.collect()  # a step that nobody has any more does not count
+        for known in _JOINED:
+            other = known()
+            if other is not None and other is not self:
+                raise ServerError(
+                    f"two training steps of one script under servers: {other.job.step_name} and "
+                    f"{self.job.step_name}",
+                    at=quoted(user_line()),
+                    why="servers run the update of the step that a script calls first, and keep its weights",
+                    fix="one step with both updates; or a layout without server",
+                )
 
     def _connect(self, updater: GraphUpdater) -> None:
         client = Client(
@@ -383,6 +403,8 @@ class WorkerSide:
         )
 
 
+# The sides of this process that have joined; the servers take one.
+_JOINED: list[weakref.ref[WorkerSide]] = []
 # A name among the numbers that a first rank broadcasts.
 _APART = " apart"
 _FIRST = " first"

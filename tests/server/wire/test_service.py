@@ -247,7 +247,7 @@ def test_another_script_is_refused() -> None:
     with (
         services(Sgd(), "async", 1) as running,
         client(ClippedAdam(), "async", [running[0].address], 0) as one,
-        pytest.raises(ServerError, match="another script"),
+        pytest.raises(ServerError, match="another update than the one that the server runs"),
     ):
         one.join()
 

@@ -32,7 +32,10 @@ _COMPRESSED = (torch.bfloat16, torch.int8)
 def check_join(ledger: Ledger, join: Join) -> Refused | None:
     """A worker's number and clock must be valid; the script must be the same."""
     if join.fingerprint != ledger.updater.fingerprint:
-        return wrong("another update: the worker runs another script")
+        return wrong(
+            "its step has another update than the one that the server runs (another script, other options of "
+            "the optimizer, or other weights that it trains)"
+        )
     if not 0 <= join.worker < MOST_WORKERS or join.incarnation < 1 or join.clock > _LAST_CLOCK:
         return wrong(f"worker {join.worker}, incarnation {join.incarnation}, clock {join.clock}")
     return None

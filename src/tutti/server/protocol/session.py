@@ -298,5 +298,8 @@ def _checked(replies: dict[int, Reply]) -> dict[int, Reply]:
         if isinstance(reply, Refused):
             if reply.reason == m.FENCED:
                 raise Fenced(reply)
-            raise ServerError(f"server {server} refuses: {reply.text}")
+            raise ServerError(
+                f"server {server} refuses: {reply.text}",
+                fix="the same script, arguments and checkpoint for all workers and servers",
+            )
     return replies

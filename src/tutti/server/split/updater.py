@@ -55,6 +55,10 @@ class GraphUpdater:
         told += [f"{p.inputs} {p.outputs}\n{_without_lines(p.graph)}" for p in pieces]
         return hashlib.sha256("\n".join(told).encode()).hexdigest()
 
+    def texts(self) -> dict[str, str]:
+        """By variable, the text of its update."""
+        return {n: _without_lines(o.update.graph) for n, o in self._owned.items()}
+
     @cached_property
     def _coupling(self) -> GraphPiece | None:
         return self._ready(self._split.coupling)
@@ -104,18 +108,40 @@ class GraphUpdater:
 def check_same(now: Updater, known: Updater) -> None:
     """Raise `ServerError` unless servers that run `known` can take the gradients of a step with `now`."""
     if now.fingerprint != known.fingerprint:
-        new = [n for n in now.given if n not in known.given and not n.startswith(GIVEN)]
-        why = (
-            "options of the optimizer, what it trains, or numbers that follow from the size of the batch "
-            "have changed since the servers captured it"
-        )
-        if new:
-            why = f"it reads {new[0]}, which was a constant when the servers captured it"
+        why, fix = _difference(now, known)
         raise ServerError(
-            "the step has another update than the one that the servers run",
-            why=why,
-            fix="change only what the graph takes as a number: lr, weight_decay, momentum, betas",
+            "the step has another update than the one that the servers run", why=why, fix=fix
         )
+
+
+def _difference(now: Updater, known: Updater) -> tuple[str, str]:
+    """Why two updates differ, and what helps."""
+    numbers = "change only what the graph takes as a number: lr, weight_decay, momentum, betas"
+    ours, theirs = ({v.name: v for v in one.variables} for one in (now, known))
+    for name in (*theirs, *ours):
+        if name not in ours:
+            why = f'"{name}" is trained no longer: it is frozen, or no optimizer has it'
+            return why, "lr=0 in a group of its own instead; or freeze it before the first call"
+        if name not in theirs:
+            why = f'"{name}" is trained now, and was not when the servers captured the step'
+            return why, "train it from the first call, with lr=0 in a group of its own until then"
+    new = [n for n in now.given if n not in known.given and not n.startswith(GIVEN)]
+    if new:
+        return f"it reads {new[0]}, which was a constant when the servers captured it", numbers
+    both = (now, known) if isinstance(now, GraphUpdater) and isinstance(known, GraphUpdater) else ()
+    texts = [one.texts() for one in both]
+    for name in texts[0] if texts else ():
+        if texts[0][name] != texts[1].get(name):
+            why = f'the update of "{name}" has other ops or constants than when the servers captured it: '
+            return (
+                why
+                + "by an option of the optimizer, or a number that follows from the batch's size",
+                numbers,
+            )
+    return (
+        "the numbers that couple weights (a limit of clipping) have other ops or constants",
+        numbers,
+    )
 
 
 def overwriting(owned: Owned) -> GraphPiece:
