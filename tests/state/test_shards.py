@@ -185,3 +185,24 @@ def onlookers(layout: str) -> list[int]:
 def test_what_looks_at_memory_that_is_left_is_told(ranks: Ranks, layout: str) -> None:
     for found in ranks.run(onlookers, layout, n=2):
         assert found == [0, int("zero" in layout)]
+
+
+def normalized(layout: str) -> list[str]:
+    """The warnings for weights whose module has a view of them that it computes anew in each forward, and for
+    a weight that gets another name."""
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 8)), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    step = tutti.distribute(train_step, model, optimizer, layout)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(torch.ones(8, 4))
+        with tutti.whole(model):
+            nn.utils.parametrizations.weight_norm(model[1])
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        tutti.distribute(train_step, model, optimizer, layout)(torch.ones(8, 4))
+    return [str(w.message) for w in caught if "shares the memory" in str(w.message)]
+
+
+@pytest.mark.parametrize("layout", ["data=2 zero=1", "data=2 zero=3", "tensor=2"])
+def test_what_a_module_computes_anew_is_no_onlooker(ranks: Ranks, layout: str) -> None:
+    assert ranks.run(normalized, layout, n=2) == [[], []]

@@ -150,6 +150,14 @@ class Captured:
         """Whether some of its results are values that no call reads."""
         return any(effect.inspected for effect in self.effects)
 
+    def passing(self) -> list[Tensor]:
+        """The tensors outside the state that are now where each call puts others, each once."""
+        entries = [entry for effect in self.effects for entry in effect.entries]
+        entries += [one.entry for one in self.not_kept]
+        found = {id(x): x for x in (entry.get() for entry in entries) if isinstance(x, Tensor)}
+        state = {id(s.tensor) for s in self.state}
+        return [x for i, x in found.items() if i not in state and x.layout == torch.strided]
+
     def without_inspected(self) -> Captured:
         """The same step without these results."""
         made = copied(self)

@@ -139,7 +139,8 @@ class Plain:
         was_traced = not running.captures.is_resized  # else no Python value has changed
         execution = Execution(program, seed, home, cut=job.cut, gives_back=was_traced)
         lay_out_as_stored(job.model, job.optimizer, home)
-        settle(job.model, job.optimizer, home, run_device(job.model), job.seed)
+        passing = program.captured.passing()
+        settle(job.model, job.optimizer, home, run_device(job.model), job.seed, passing)
         if was_traced:
             running.python.walk()
         Outside(program.captured, running.python).agree(job.layout)

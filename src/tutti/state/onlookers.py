@@ -4,6 +4,8 @@
     kept = model.state_dict()
 
 On one device they follow each step. They no longer follow weights that are sharded or move to shared memory.
+A tensor in whose place the step itself puts another one does not count: `weight` beside the `weight_orig` of
+`nn.utils.spectral_norm`.
 """
 
 from __future__ import annotations
@@ -19,11 +21,16 @@ from tutti.capture.state.lift import StateTensor
 from tutti.torch_private.storages import memory_id, num_uses, storage_id
 
 
-def warn_of_onlookers(state: Iterable[StateTensor], leaving: Iterable[str]) -> bool:
-    """Warn of the first of the state tensors `leaving` that shares memory with an outside tensor, if any."""
+def warn_of_onlookers(
+    state: Iterable[StateTensor], leaving: Iterable[str], known: Iterable[Tensor] = ()
+) -> bool:
+    """Warn of the first of the state tensors `leaving` that shares memory with an outside tensor, if any.
+
+    Those `known`, each given once, do not count.
+    """
     plain = [s for s in state if type(s.tensor) in (Tensor, torch.nn.Parameter)]
     held = [s for s in plain if s.tensor.device.type != "meta" and s.tensor.numel()]
-    own = Counter(memory_id(s.tensor) for s in held)
+    own = Counter(memory_id(x) for x in (*(s.tensor for s in held), *known))
     wanted = {*leaving}
     for s in held:
         storage = s.tensor.untyped_storage()

@@ -32,6 +32,7 @@ from tutti.state.shards import Origin, StateShard, as_parameter, origin_of, wrap
 from tutti.state.shared_storage import SharedState
 from tutti.torch_private.dtensors import local_part, set_local_part, spec_of
 from tutti.torch_private.module_tables import share_tensor_hooks
+from tutti.torch_private.storages import memory_id
 
 
 @dataclass(frozen=True)
@@ -277,12 +278,18 @@ def forget_values(state: list[StateTensor]) -> None:
 
 
 def settle(
-    model: nn.Module, optimizer: Any, home: Residence, device: torch.device, seed: int = 0
+    model: nn.Module,
+    optimizer: Any,
+    home: Residence,
+    device: torch.device,
+    seed: int = 0,
+    passing: Iterable[Tensor] = (),
 ) -> None:
     """Replace every state tensor that is still whole by this rank's part, as a DTensor.
 
     Rank 0 first broadcasts its values, so that replicas start identical. A tensor on the meta device gets
-    its initial value here, one module at a time.
+    its initial value here, one module at a time. In place of tensors `passing` the step puts others, so they
+    may share memory with the state.
     """
     several = home.layout.num_ranks > 1
     if not several and not is_deferred(model):
@@ -294,7 +301,10 @@ def settle(
     for entry, whole in _deferred(model, optimizer, state, device, seed):
         replaced[id(entry.tensor)] = part_of(entry, whole, home, coordinates, device)
     new = [s.name for s in state if several and not home.has_settled(s.tensor)]
-    warn_of_onlookers(state, [name for name in new if home.moves(name)])
+    lodged = home.shared.memory()  # where tutti's own tensors share it
+    leaving = [s for s in state if s.name in {*new} and home.moves(s.name)]
+    leaving = [s.name for s in leaving if memory_id(s.tensor) not in lodged]
+    warn_of_onlookers(state, leaving, passing)
     for entry in state:
         if not several or home.has_settled(entry.tensor) or id(entry.tensor) in replaced:
             continue

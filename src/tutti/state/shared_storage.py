@@ -117,6 +117,10 @@ class SharedState:
         found = {n: x.clone() if memory_id(x) in taken else x for n, x in values.items()}
         return {name: one.move_in(found[name]) for name, one in lodgings.items()}
 
+    def memory(self) -> set[int]:
+        """The ids of the memory of all state."""
+        return {memory_id(one.own) for one in self.lodgings.values()}
+
     def note_tenant(self, name: str, x: Tensor) -> None:
         """Note a tensor stored whole that has moved in; of one in shards a reference would keep PyTorch from
         giving it another dtype."""
