@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from tutti.graph.ops import collectives
 from tutti.graph.ops.fused_updates import KERNELS
 from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.graph.text import text
@@ -64,6 +65,22 @@ def two(*, between: bool = False, **second: Any) -> Written:
     new_q, new_n = w.update(w.q, w.h, w.n, **second)
     w.done(extra, [new_p, new_m, new_q, new_n])
     return w
+
+
+def test_no_message_moves_behind_another_one() -> None:
+    """The other pipeline rank receives the new weight before it sends."""
+    w: Any = Written()
+    new_p, new_m = w.update(w.p, w.g, w.m)
+    w.graph.call_function(collectives.send, ([new_p], 0, 1)).meta["val"] = None
+    got = w.graph.call_function(collectives.receive, (1, 0, [((5,), torch.float64)]))
+    got.meta["val"] = [w.h.meta["val"]]
+    h = w.graph.call_function(operator.getitem, (got, 0))
+    h.meta["val"] = w.h.meta["val"]
+    new_q, new_n = w.update(w.q, h, w.n)
+    graph = w.done([], [new_p, new_m, new_q, new_n])
+    assert fused_update(graph) == 0
+    messages = (collectives.send, collectives.receive)
+    assert [n.target for n in graph.nodes if n.target in messages] == [*messages]
 
 
 def spelled(graph: fx.Graph) -> list[str]:

@@ -16,18 +16,24 @@ from typing import Any
 from torch import fx
 
 from tutti.graph.edits.edit import NOTES
+from tutti.graph.ops import collectives
 from tutti.graph.ops.fused_updates import BY_OP
+from tutti.graph.ops.loop import loop
 
 # The limit on bytes of gradients in a call joined over other work, since they wait for the last: an eighth of
 # all, and at least this. Each call costs some 40 us beside its work.
 GROUP_SHARE, GROUP_NBYTES = 8, 4 * 2**20
+
+# Messages between pipeline ranks, whose programs differ: in another order two ranks wait for each other.
+_MESSAGES = {collectives.send, collectives.receive, loop}
 
 
 def fused_update(graph: fx.Graph) -> int:
     """Rewrite `graph`; returns the number of calls merged into others.
 
     It joins calls with the same kernel, numbers, dtype and device if none needs the result of another. The
-    joint call takes the position of the last; users of a result move behind it.
+    joint call takes the position of the last; users of a result move behind it, but no message between
+    pipeline ranks behind another one.
     """
     count = 0
     left = [n for n in graph.nodes if n.target in BY_OP]
@@ -58,12 +64,15 @@ def _independent(first: fx.Node, most: int) -> tuple[list[fx.Node], set[fx.Node]
     With other work between them, up to `most` bytes of gradients.
     """
     members, after, seen, key = [first], set(), {first}, _key(first)
-    nbytes, apart = _nbytes(first), False
+    nbytes, apart, sends = _nbytes(first), False, False
     node = first.next
     while node.op != "root":
         if any(x in seen for x in node.all_input_nodes):
             after.add(node)
             seen.add(node)
+            sends |= node.target in _MESSAGES
+        elif sends and node.target in _MESSAGES:
+            break
         elif _key(node) == key:
             if apart and nbytes + _nbytes(node) > most:
                 break
