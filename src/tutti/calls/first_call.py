@@ -20,6 +20,7 @@ from tutti.capture.handed import arguments_of, rebuilt
 from tutti.capture.python.held_values import MISSING, TableEntry, named
 from tutti.capture.python.python_state import Findings, PythonState
 from tutti.capture.state.first_form import SlotsAhead, awaiting, note_step
+from tutti.capture.state.kept_gradients import give_kept, note_eager_call
 from tutti.capture.state.left_modes import hooks_kept
 from tutti.capture.state.lift import Undo, optimizers_of, state_of
 from tutti.comm.collectives.agree import check_order
@@ -84,6 +85,7 @@ class FirstCall:
         before, cut = _versions(python), _in_shards(job.model)
         with self._whole():
             self._agree()
+            give_kept(job.model)
             result = eagerly(
                 *job.trained,
                 tuple(map(_whole_argument, batch)),
@@ -110,7 +112,8 @@ class FirstCall:
             )
 
     def over(self) -> None:
-        """The next call is captured, and reads none of the remaining gradients."""
+        """The next call is captured: its program knows of the remaining gradients."""
+        note_eager_call(self._job.model)
         for p in self._job.model.parameters():
             p.grad = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_not
 from typing import Any
@@ -15,6 +15,7 @@ from tutti.calls.sharded_batch import kind_of
 from tutti.calls.surroundings import surroundings
 from tutti.calls.tables import Table, are_same, values_of
 from tutti.capture.state.free_numbers import FreeInt, is_free_number
+from tutti.capture.state.kept_gradients import Answers, Question
 from tutti.capture.unread import UnreadValue, is_unread, unread_kind
 from tutti.errors import CaptureError
 from tutti.graph.text import SHORT
@@ -22,20 +23,31 @@ from tutti.torch_private.module_tables import buffers_of, children_of, parameter
 
 
 class Signatures:
-    """The signatures of calls of one step on `model`."""
+    """The signatures of calls of one step on `model`.
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    Args:
+        asked: the questions of its traces about gradients that earlier calls have left; more may follow.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        asked: Collection[Question] = frozenset(),
+    ) -> None:
         self._model, self._optimizers = model, optimizers
         self.version = 0  # of the set of modules
         self._numbers: dict[Any, int] = {}
         self._keys: list[str] = []
         self._rest: Any = None
+        self._gradients = Answers(model, asked)
         self._walk()
 
     def of(self, leaves: Sequence[Any], form: Any, python: int, *, sized: bool = True) -> Any:
         """A hashable key: the batch's form, its shapes and constants, the number of parameters of each group,
         the modules, the names of parameters and buffers, which are trained, their dtypes, the shapes of
-        buffers, the hooks, and the surroundings of the call.
+        buffers, the hooks, the surroundings of the call, and the gradients of earlier calls as far as traces
+        depend on them.
 
         `python` stands for the Python values of the step (`PythonValues.now`). Without `sized`, calls whose
         tensors differ only in sizes have one key.
@@ -54,7 +66,8 @@ class Signatures:
         made = tuple(map(_leaf if sized else _unsized, leaves))
         around = surroundings(trains=bool(self._optimizers))
         names, forms = self._names(there), (trained, others)
-        return made, form, groups, self.version, names, python, forms, self._hooks.now(), around
+        hooks, kept = self._hooks.now(), self._gradients.now()
+        return made, form, groups, self.version, names, python, forms, hooks, around, kept
 
     def _names(self, there: list[bool]) -> int:
         """A number for the names of parameters and buffers, by module, and for those that are not None."""
@@ -81,6 +94,7 @@ class Signatures:
         self._empty = [t for t in chain(*every) if not t]
         self._below = _entries(self._children)
         self._hooks = Hooks(self.modules, self._optimizers)
+        self._gradients.renew()
 
 
 def _entries(tables: Sequence[Table]) -> list[Any]:
@@ -127,6 +141,7 @@ _PARTS = (
     "other parameters that are trained, parameters of another dtype, or buffers of another form",
     "other hooks",
     "another autocast, mode of gradients or default dtype around the call",
+    "other parameters that have a gradient of an earlier call",
 )
 
 

@@ -57,7 +57,7 @@ def _results(captured: Captured) -> Any:
     ]
     numbers = [(n.name, [entry.name for entry in n.entries]) for n in captured.numbers]
     outside = [*captured.outside]
-    kept = captured.num_returned, outside, captured.trained
+    kept = captured.num_returned, outside, captured.trained, dict(captured.gradients.ends)
     return form_of(captured.returned), effects, numbers, *kept
 
 

@@ -70,13 +70,9 @@ from tutti.capture.state.first_form import make_slots
 from tutti.capture.state.first_options import options_watched, refuse_first_options
 from tutti.capture.state.found_gradients import Found, found_gradients, note_found
 from tutti.capture.state.free_numbers import is_free_number
-from tutti.capture.state.gradients import (
-    Gradients,
-    gradients_there,
-    holders_of,
-    hooked,
-    watched_gradients,
-)
+from tutti.capture.state.gradient_hooks import hooked
+from tutti.capture.state.gradients import Gradients, watched_gradients
+from tutti.capture.state.kept_gradients import THERE, KeptGradients, found_by, places_of
 from tutti.capture.state.left_modes import HooksBefore, Modes, begin_trained, left_trained
 from tutti.capture.state.lift import (
     StateTensor,
@@ -118,7 +114,7 @@ class Captured:
     neither the model's nor an optimizer's. `trained` gives, by name, the `requires_grad` of parameters that
     the step changes. With `other_modes` it leaves modules in other modes than those that it depends on.
     `not_kept` are the values in modules that it leaves there on one device only. `changes` are
-    those in the containers of its batch.
+    those in the containers of its batch. `gradients` are those that its calls find and leave.
     """
 
     graph: fx.Graph
@@ -139,6 +135,7 @@ class Captured:
     other_modes: bool = False
     not_kept: list[NotKept] = field(default_factory=list)
     changes: Changes = field(default_factory=Changes)
+    gradients: KeptGradients = field(default_factory=KeptGradients)
 
     @property
     def num_results(self) -> int:
@@ -256,7 +253,7 @@ def capture(
     refuse_untraced(functional)
     refuse_first_options(lifted.options)
     captured = _collect(functional, lifted)
-    lifted.grads.refuse_used(captured.graph.output_node().all_input_nodes)
+    lifted.grads.refuse_used([captured.graph.output_node()])
     lifted.refuse_constants(functional, lifted.state)
     weights = {
         s.name: s.tensor.dtype
@@ -267,7 +264,7 @@ def capture(
     if free is None:
         canonicalize(captured.graph, captured.owner, lifted.mode)
     refuse_read(captured.placeholders, lifted.sharing)
-    lifted.grads.note(lifted.holders)
+    findings.gradients.update(captured.gradients.answers)
     return captured
 
 
@@ -371,9 +368,8 @@ class _Lifted:
         self.changed: set[str] = set()
         self.num_returned = 0
         self.outside: dict[str, TableEntry] = {}
-        self.begun: frozenset[str] = (
-            frozenset()
-        )  # the parameters with whose gradients the trace starts
+        # The parameters with whose gradients the trace starts: of an earlier call, and of this one.
+        self.begun = self.ahead = frozenset[str]()
         self.grads: Gradients
         self.note_gradients = False
         self.trained: dict[str, bool] = {}
@@ -381,8 +377,8 @@ class _Lifted:
         self.found: Found = {}
         self.changes = Changes()
         self.reads = Reads()
-        self.holders = holders_of(model, state)
-        self.there = gradients_there(self.holders)
+        self.places = places_of(model, state)
+        self.gradients = found_by(self.places)
 
     @property
     def symbols(self) -> Symbols:
@@ -411,8 +407,31 @@ class _Lifted:
                 self.begun |= wanted
                 self.tables.put_back()
                 traced = self.trace()
+            return self._for_later_calls(traced) if self.grads.expected else traced
         finally:
             self.tables.put_back()
+
+    def _for_later_calls(self, traced: fx.GraphModule) -> fx.GraphModule:
+        """A trace that starts with gradients of this call, too; `traced` if this call needs another one.
+
+        Raises `CaptureError` for a step that depends on their values.
+        """
+        known, guards, now = dict(vars(self)), list(self.symbols.guards), self._call(traced)
+        answers, later = self.grads.answers, traced
+        while self.grads.wanted or self.grads.expected:
+            self.begun |= self.grads.wanted
+            self.ahead |= self.grads.expected - self.begun
+            self.tables.put_back()
+            later = self.trace()
+        if not any((name, THERE) in answers for name in self.ahead):
+            return later
+        if are_alike(now, self._call(later)):
+            return later
+        functional = functional_graph(later, self.inputs, self.mode)
+        written = [n for n in functional.graph.nodes if n.target is aten.copy_.default]
+        self.grads.refuse_used([functional.graph.output_node(), *written])
+        vars(self).update(known)
+        self.symbols.guards[:] = guards
         return traced
 
     def settle(self, traced: fx.GraphModule) -> None:
@@ -562,7 +581,7 @@ class _Lifted:
             assignments_noted() as assigned,
             hooked(self.state, flat),
             watched_gradients(
-                self.state, flat, self.begun, self.there, self.optimizer
+                self.state, flat, self.gradients, self.begun, self.ahead, self.optimizer
             ) as self.grads,
         ):
             args = (self.model,) if self.optimizer is None else (self.model, self.optimizer)
@@ -769,6 +788,7 @@ def _collect(functional: fx.GraphModule, lifted: _Lifted) -> Captured:
         other_modes=lifted.other_modes,
         not_kept=lifted.not_kept,
         changes=lifted.changes,
+        gradients=KeptGradients.of(lifted.grads.ends, lifted.grads.answers, lifted.places),
     )
 
 

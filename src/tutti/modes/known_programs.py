@@ -19,7 +19,8 @@ class KnownPrograms:
     """The programs that a step keeps.
 
     Args:
-        key_of: the key of a signature, `Mode.signature`.
+        key_of: the key of a signature without its gradients of earlier calls, `Mode.signature`. A program is
+            valid for those on which it does not depend.
     """
 
     def __init__(self, key_of: Callable[[Any], Any]) -> None:
@@ -53,7 +54,8 @@ class KnownPrograms:
 
     def of(self, signature: Any) -> list[Compiled[Any]]:
         """The programs of calls with this signature."""
-        return self.by_key.get(self._key_of(signature), [])
+        found, kept = self.by_key.get(self._key_of(signature[:-1]), []), signature[-1]
+        return [one for one in found if one.program.captured.gradients.fits(kept)]
 
     def why_another(self, signature: Any, python: str) -> str:
         """Why a call needs another program; see `difference_between`."""
@@ -62,7 +64,7 @@ class KnownPrograms:
     def enter(self, made: Compiled[Any], signature: Any) -> None:
         """Let later calls with this signature find a program."""
         self.signatures = [*self.signatures, signature][-_MOST_SIGNATURES:]
-        entered = self.by_key.setdefault(self._key_of(signature), [])
+        entered = self.by_key.setdefault(self._key_of(signature[:-1]), [])
         if made not in entered:
             entered.append(made)
 

@@ -48,7 +48,8 @@ class Programs:
     def __init__(self, mode: Mode) -> None:
         self._mode, self._running = mode, mode.running
         job = mode.running.job
-        self._signatures = Signatures(job.model, mode.running.optimizers)
+        asked = mode.running.python.findings.gradients
+        self._signatures = Signatures(job.model, mode.running.optimizers, asked)
         self._numbers = Numbers(job.optimizer)
         self.known = KnownPrograms(mode.signature)
         self._changing = ChangingLeaves()
@@ -245,6 +246,7 @@ class Programs:
     def ended(self, compiled: Compiled[Any], num_steps: int) -> None:
         """Note a call of `compiled`, after `num_steps` others; set `requires_grad` as the step leaves it."""
         self.known.last, compiled.last_call = compiled, num_steps
+        compiled.program.captured.gradients.note_call()
         if trained := compiled.program.captured.trained:
             job = self._running.job
             for s in state_of(job.model, job.optimizer):

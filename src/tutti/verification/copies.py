@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from tutti.capture.python.held_values import MISSING, named
 from tutti.capture.python.identities import Identities, replaced_inside
 from tutti.capture.python.python_state import Findings, PythonState
-from tutti.capture.state.gradients import carry_hooks
+from tutti.capture.state.gradient_hooks import carry_hooks
 from tutti.capture.state.lift import optimizers_of
 from tutti.capture.state.optimizer_copies import Memo, copied, optimizers_copied_whole
 

@@ -41,7 +41,7 @@ def _named(effect: Effect, value: Any) -> dict[str, Any]:
 
 def plays_again(captured: Captured, feed: Mapping[str, Any]) -> bool:
     """Whether the next step is the same program with `feed`; else a call would trace again."""
-    if captured.trained or captured.other_modes:
+    if captured.trained or captured.other_modes or not captured.gradients.may_repeat:
         return False
     known = {*feed, *captured.outside}
     both = zip(captured.effects, _shapes(captured), strict=True)

@@ -149,6 +149,7 @@ class Findings:
         ids: of the model's tensors, each with the tensor's number.
         loops: the lines of reads in loops.
         kinds: the classes of containers in batches, of which the step may call methods; in order.
+        gradients: the questions of traces about gradients that earlier calls have left.
     """
 
     varying: set[str] = field(default_factory=set)
@@ -160,6 +161,7 @@ class Findings:
     ids: dict[int, int] = field(default_factory=dict)
     loops: set[Site] = field(default_factory=set)
     kinds: dict[type, None] = field(default_factory=dict)
+    gradients: set[tuple[str, str]] = field(default_factory=set)
     _expected: bool = False
 
     def is_unread(self, name: str) -> bool:
