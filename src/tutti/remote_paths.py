@@ -46,9 +46,12 @@ def is_of_one_process(path: Path) -> bool:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder and all in it, as far as possible."""
+    """Remove a folder and all in it, as far as possible; a file or a link alone."""
     if is_remote(path):
         with contextlib.suppress(OSError):
             cast(Any, path).fs.rm(str(cast(Any, path).path), recursive=True)
+    elif path.is_symlink() or path.is_file():
+        with contextlib.suppress(OSError):
+            path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import resource
+import shutil
 import time
 import warnings
 from collections.abc import Iterator
@@ -441,6 +442,69 @@ def test_damaged_checkpoints_alone_are_an_error(alone: Any) -> None:
         pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"),
     ):
         alone().checkpoints.restore()
+
+
+@pytest.mark.parametrize("how", ["copied", "renamed"])
+def test_a_checkpoint_under_the_name_of_another_step_is_left_out(alone: Any, how: str) -> None:
+    run = alone(every=2)
+    expected = run.until(7)
+    right, wrong = (run.checkpoints._folder / f"step-{k:08}" for k in (6, 30))
+    shutil.copytree(right, wrong) if how == "copied" else right.rename(wrong)
+    again = alone(every=2)
+    said = "step-00000030 is left out: .* it holds step 6, .* remove it, or name it step-00000006"
+    with pytest.warns(UserWarning, match=said) as caught:
+        restored = again.checkpoints.restore()
+    assert restored == (6 if how == "copied" else 4) and len(caught) == 1
+    assert again.until(7) == expected[restored:]
+    assert run.checkpoints.steps() == [2, 4, 6] or run.checkpoints.steps() == [4, 6]
+    assert wrong.exists()  # it may be the only one of its step
+
+
+def test_later_steps_of_another_run_are_named(alone: Any) -> None:
+    again = alone(every=2, keep=None)
+    run = alone(every=2, keep=None)
+    run.until(4)
+    run.checkpoints.close()
+    again.checkpoints.restore()
+    del run
+    for other in (6, 8):
+        folder = again.checkpoints._folder
+        made = SmallRun(folder.with_name("made"), every=other, keep=None)
+        made.until(other)
+        made.checkpoints.close()
+        (folder.with_name("made") / f"step-{other:08}").rename(folder / f"step-{other:08}")
+        shutil.rmtree(folder.with_name("made"))
+    with pytest.raises(CheckpointError, match="holds step 8 of another run") as caught:
+        again.one()
+    assert "remove step-00000006, step-00000008, or choose another folder" in str(caught.value)
+
+
+def test_a_link_to_nothing_is_refused(alone: Any, tmp_path: Path) -> None:
+    run = alone(every=1)
+    run.checkpoints._folder.symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match="is a link to nothing") as caught:
+        run.checkpoints.restore()
+    assert "there is no nowhere" in str(caught.value)
+    with pytest.raises(CheckpointError, match="is a link to nothing"):
+        run.one()
+    with pytest.raises(CheckpointError, match="is a link to nothing"):
+        run.step.save(run.checkpoints._folder)
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "link to nothing"])
+def test_what_is_no_folder_under_a_name_of_a_step_makes_room(
+    alone: Any, tmp_path: Path, kind: str
+) -> None:
+    run = alone(every=2)
+    run.until(1)
+    place = run.checkpoints._folder / "step-00000002"
+    (tmp_path / "elsewhere").mkdir()
+    place.write_text("") if kind == "file" else place.symlink_to(
+        tmp_path / ("elsewhere" if kind == "link" else "nowhere")
+    )
+    run.until(2)
+    assert {p.name for p in run.checkpoints._folder.iterdir()} == {"lock", "step-00000002"}
+    assert run.checkpoints.steps() == [2] and (tmp_path / "elsewhere").exists()
 
 
 def test_a_full_disk_costs_a_save_and_nothing_else(alone: Any, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ def open_folder(path: Path, seconds: float = 0.0) -> OwnerLock:
         CheckpointError: another run saves there, or the folder holds a checkpoint of another program.
         OSError: the folder cannot be made or written.
     """
+    refuse_dangling(path)
     made = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
     if made:
@@ -40,6 +41,16 @@ def open_folder(path: Path, seconds: float = 0.0) -> OwnerLock:
             fix="another folder, or remove that checkpoint",
         )
     return lock
+
+
+def refuse_dangling(path: Path) -> None:
+    """Refuse a link to nothing, which looks like no folder until one is made. Raises `CheckpointError`."""
+    if not is_remote(path) and path.is_symlink() and not path.exists():
+        raise CheckpointError(
+            f"{path} is a link to nothing",
+            why=f"there is no {path.readlink()}",
+            fix="mount or make that folder, or remove the link",
+        )
 
 
 def new_state_folder(path: Path) -> str:

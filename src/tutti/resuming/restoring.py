@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tutti.checkpoint.files import Reading
+from tutti.checkpoint.manifest import USE_EARLIER
 from tutti.checkpoint.unanimous import Unanimous
 from tutti.errors import CheckpointError
 from tutti.resuming import random_states, run_folder
@@ -56,7 +57,8 @@ def newest_whole(folder: Path, ranks: Unanimous, damaged: set[int]) -> WholeStep
             return _checked(run_folder.path_of(folder, step), ranks)
         except CheckpointError as error:
             damaged.add(step)
-            reasons.append(f"{error.what}: {error.why}" if error.why else error.what)
+            said = f"{error.what}: {error.why}" if error.why else error.what
+            reasons.append(f"{said}; {error.fix}" if error.fix not in ("", USE_EARLIER) else said)
             if ranks.leads:
                 name = run_folder.path_of(folder, step).name
                 warnings.warn(f"{name} is left out: {reasons[-1]}", stacklevel=4)
@@ -72,6 +74,7 @@ def newest_whole(folder: Path, ranks: Unanimous, damaged: set[int]) -> WholeStep
 def _checked(path: Path, ranks: Unanimous) -> WholeStep:
     first = Reading(path, ranks)
     record = RunRecord.of(first.manifest, path)
+    run_folder.refuse_other_step(path, record)
     if not record.steps:
         raise unreadable("its record names no step")
     readings = {

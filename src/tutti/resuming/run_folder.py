@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti.checkpoint.digest import FileDigest, find_damage
-from tutti.checkpoint.folder import index_damage
+from tutti.checkpoint.folder import index_damage, refuse_dangling
 from tutti.checkpoint.manifest import (
     MANIFEST,
     STATE_FOLDER,
@@ -120,7 +120,13 @@ def part_path(path: Path, steps: tuple[str, ...], name: str) -> Path:
 
 
 def numbers(folder: Path) -> list[int]:
-    """The saved steps, in order; none where there is no folder. Raises `OSError`."""
+    """The saved steps, in order; none where there is no folder.
+
+    Raises:
+        CheckpointError: the folder is a link to nothing.
+        OSError: it cannot be read.
+    """
+    refuse_dangling(folder)
     if is_remote(folder) and not folder.exists():
         return []
     try:
@@ -130,6 +136,21 @@ def numbers(folder: Path) -> list[int]:
     return sorted(int(found[1]) for name in names if (found := _STEP.fullmatch(name)))
 
 
+def refuse_other_step(path: Path, record: RunRecord) -> None:
+    """Refuse a checkpoint under the name of another step: steps would not be in order.
+
+    Raises:
+        CheckpointError: the folder is a copy, or has been renamed.
+    """
+    right = path_of(path.parent, record.step)
+    if right.name != path.name:
+        raise CheckpointError(
+            f"{path} is a copy, or was renamed",
+            why=f"it holds step {record.step}, not the one of its name",
+            fix=f"remove it, or name it {right.name}",
+        )
+
+
 def look_at(folder: Path, step: int, *, check: bool = False) -> SavedStep:
     """Compare the sizes of a saved step's files, with `check` also their checksums."""
     found = SavedStep(step, path_of(folder, step))
@@ -137,6 +158,7 @@ def look_at(folder: Path, step: int, *, check: bool = False) -> SavedStep:
         manifest = _manifest(found.path)
         record = RunRecord.of(manifest, found.path)
         found = replace(found, layout=manifest.layout, record=record)
+        refuse_other_step(found.path, record)
         for name in record.steps or ("",):
             path = part_path(found.path, record.steps, name) if name else found.path
             manifest = _manifest(path)
@@ -170,7 +192,7 @@ def commit_step(folder: Path, step: int) -> None:
     final = path_of(folder, step)
     if is_remote(folder):
         return
-    if final.exists():
+    if final.exists() or final.is_symlink():
         _set_aside(final)
     draft_of(folder, step).rename(final)
     sync_folder(folder)

@@ -80,10 +80,18 @@ class Saver:
         steps = run_folder.whole_steps(self._folder, without=self.damaged)
         newest, count = steps[-1].step if steps else -1, self._parts.num_steps
         if newest >= count and newest != restored:
+            later = ", ".join(
+                run_folder.path_of(self._folder, x.step).name for x in steps if x.step >= count
+            )
+            fix = (
+                "call restore() before the first step to go on from there, or choose another folder"
+            )
+            if restored is not None:
+                fix = f"remove {later}, or choose another folder"
             raise CheckpointError(
                 f"{self._folder} holds step {newest} of another run; this one is at step {count}",
                 why="the newest step would not be the newest of this run",
-                fix="call restore() before the first step to go on from there, or choose another folder",
+                fix=fix,
             )
         return ""
 
