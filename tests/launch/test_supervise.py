@@ -242,6 +242,7 @@ def test_a_worker_dies_with_any_of_its_ranks(
     assert code == 0, said
     said = capfd.readouterr().err
     assert "worker 1.1 died (signal 9)" in said and "; the others go on\n" in said
+    assert "CommError" not in said and ": the others went on without worker 1.1\n" in said
     for who, least, most in (("worker0", 10, 10), ("worker0.1", 10, 10), ("worker1", 3, 5)):
         assert least <= len(lines(tmp_path, who, "step")) <= most
         assert bool(lines(tmp_path, who, "eval")) == (who != "worker1")

@@ -114,7 +114,7 @@ class Supervisor:
                 show(failures.ended_by(by, self._ends()))
                 return 128 + by
             code = self._code()
-            self._report()
+            self._report(code)
             return code
         finally:
             self._made.remove()
@@ -245,8 +245,15 @@ class Supervisor:
     def _failed(self) -> bool:
         return any(self.codes.values())
 
-    def _report(self) -> None:
-        if self._failed():
+    def _report(self, code: int) -> None:
+        if not code and self._failed():
+            lost = {x.role.number: x for x in self.started if self.codes.get(x.rank)}
+            for one in lost.values():
+                cause, end = self._cause(one)
+                more = failures.details(end)
+                show(f"rank {end.rank} {end.said}: the others went on without {cause.role}{more}")
+            show(failures.where_logs(self._kept))
+        elif self._failed():
             show(f"{failures.report(self._ends())}\n{failures.where_logs(self._kept)}")
 
     def _ends(self, codes: Mapping[int, int] | None = None) -> list[failures.RankEnd]:
