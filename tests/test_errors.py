@@ -282,6 +282,18 @@ def test_a_loss_that_is_not_finite_warns_with_its_step() -> None:
         step(-x)
 
 
+def test_steps_in_a_row_with_nan_warn_at_powers_of_two() -> None:
+    step, x = positive_and_negative()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for sign in [-1] * 9 + [1, -1]:
+            step(sign * x)
+    said = [str(w.message).partition(";")[0] for w in caught if "returned nan" in str(w.message)]
+    before = [f", as did the {n} before it" for n in (1, 3, 7)]
+    steps = [(0, ""), (1, before[0]), (3, before[1]), (7, before[2]), (10, "")]
+    assert said == [f"step {k} returned nan{more}" for k, more in steps]
+
+
 def test_a_complex_number_may_be_returned() -> None:
     def spectrum(model: nn.Linear, x: Tensor) -> Tensor:
         return torch.fft.fft(model(x).flatten())[1]

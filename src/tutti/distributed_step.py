@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import cmath
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from tutti.calls.first_call import FirstCall
+from tutti.calls.nan_warnings import NanWarnings
 from tutti.capture.batch import taken, with_arguments
 from tutti.capture.default_device import own_default_in
 from tutti.capture.substitutes.sparse import dense
@@ -33,7 +32,7 @@ from tutti.saving import step_checkpoint
 from tutti.state.whole import Whole, model_state
 from tutti.torch_private.optimizer_marks import mark_stepped
 from tutti.torch_private.pytrees import tree_unflatten
-from tutti.user_lines import OnlyUsersFrames, users_level
+from tutti.user_lines import OnlyUsersFrames
 
 # The function of a command that only inspects a script (verify, explain), if there is one. Every thread calls
 # it instead of a step; if it returns NotImplemented, the step is taken.
@@ -79,6 +78,7 @@ class Step:
         self.python, self.agreeing, self.served = running.python, running.agreeing, self.mode.served
         self._programs = Programs(self.mode)
         self._measures = False  # the program of this call
+        self._nans = NanWarnings()
         self._watch = watch_of(job, predicted_seconds) if self._automatic is None else None
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
@@ -117,7 +117,7 @@ class Step:
         if captured.changes:
             self.python.write_into(call[-1], captured)
         returned = returned[: captured.num_returned]
-        self._warn_of_nan(returned)
+        self._nans.look_at(returned, self.num_steps - 1)
         result = tree_unflatten(returned, captured.returned)
         if watch is not None:
             watch.ended(running.num_steps, result, compiled)
@@ -132,7 +132,7 @@ class Step:
         with OnlyUsersFrames():
             returned, spec = call.take(batch, running.num_steps)
         running.num_steps += 1
-        self._warn_of_nan(returned)
+        self._nans.look_at(returned, self.num_steps - 1)
         found = self._programs.found(leaves, form, batch)
         if found is None:
             call.not_over()
@@ -143,16 +143,6 @@ class Step:
         if self._watch is not None:
             self._watch.ended(running.num_steps, result, None)
         return result
-
-    def _warn_of_nan(self, returned: Sequence[Any]) -> None:
-        for x in returned:
-            scalar = isinstance(x, Tensor) and not x.dim() and x.is_cpu
-            if scalar and not cmath.isfinite(x.item()):
-                warnings.warn(
-                    f"step {self.num_steps - 1} returned {x.item()}; run again with {CHECK_NAN}=1 to "
-                    "stop at the first node that makes it",
-                    stacklevel=users_level(),
-                )
 
     @property
     def num_steps(self) -> int:
