@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import random
@@ -521,6 +522,29 @@ def test_a_full_disk_costs_a_save_and_nothing_else(alone: Any, tmp_path: Path) -
     assert folders(run) == run.checkpoints.steps() == [2] and run.step.num_steps == 4
     assert losses + [expected[3]] + run.until(6) == expected
     assert folders(run) == [2, 6]
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (MemoryError(), "more memory for this process"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "more memory for this process"),
+        (OSError(errno.EMFILE, "Too many open files", "x"), "ulimit -n"),
+        (OSError(errno.ENOSPC, "No space left on device", "x"), "with room for the checkpoint"),
+    ],
+)
+def test_the_fix_is_about_what_a_save_lacks(
+    alone: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, fix: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    run = alone(every=2)
+    run.until(1)
+    monkeypatch.setattr("tutti.checkpoint.folder.sync_folder", fail)
+    with pytest.raises(CheckpointError, match="cannot write the checkpoint") as caught:
+        run.one()
+    assert fix in caught.value.fix
 
 
 def test_a_folder_that_cannot_be_made_is_an_error() -> None:

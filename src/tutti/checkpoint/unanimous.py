@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Sequence
 
@@ -13,6 +14,13 @@ from tutti.comm.collectives.failure import called_alone
 from tutti.comm.collectives.group import Group
 from tutti.errors import CheckpointError, CommError, TuttiError
 
+_MORE_FILES = "close files, or allow more of them: ulimit -n"
+# What a save or a load lacks, where it is not a place for the files.
+_FIXES = {
+    errno.EMFILE: _MORE_FILES,
+    errno.ENFILE: _MORE_FILES,
+    errno.ENOMEM: "more memory for this process: fewer ranks on its host, or a higher limit (ulimit -v)",
+}
 _PARTS = ("what", "at", "why", "fix")
 
 
@@ -91,13 +99,15 @@ def error_parts(what: str, error: BaseException) -> list[str]:
         return parts_of(error)
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
-    fix = ""
     if isinstance(error, OSError) and error.strerror:
         why = error.strerror + (f": {error.filename}" if error.filename else "")
-        fix = "a folder that can be written, with room for the checkpoint"
+        fix = _FIXES.get(
+            error.errno or 0, "a folder that can be written, with room for the checkpoint"
+        )
     else:
         first = next(iter(str(error).splitlines()), "")
         why = f"{type(error).__name__}: {first}" if first else type(error).__name__
+        fix = _FIXES[errno.ENOMEM] if isinstance(error, MemoryError) else ""
     return [what, "", why, fix]
 
 
