@@ -275,7 +275,7 @@ def test_steps_on_a_model_and_on_a_part_of_it() -> None:
     made, others = [], []
     for m, to in ((mine, made), (theirs, others)):
         to += [(zeros_at_the_top, m, adamw(m)), (part, m.layers, adamw(m.layers))]
-    distributed = [tutti.distribute(*one, "") for one in made]
+    distributed = [tutti.distribute(f, m, o, "") for f, m, o in made]
     for k in range(5):
         for step, (plain, m, o) in zip(distributed, others, strict=True):
             if k or plain is not zeros_at_the_top:
