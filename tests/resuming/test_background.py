@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -27,8 +28,9 @@ from ranks import Ranks
 from resuming.small_run import SmallRun, losses_of, with_writers
 from tutti.checkpoint.manifest import MANIFEST
 from tutti.errors import CheckpointError
+from tutti.resuming import run_folder
 from tutti.resuming.background_writer import BackgroundWriter
-from tutti.resuming.run_folder import RUN, look_at, numbers, path_of
+from tutti.resuming.run_folder import RUN, look_at, numbers, path_of, remove_leftovers
 
 SECONDS = 60.0
 
@@ -53,7 +55,7 @@ def contents(path: Path) -> dict[str, torch.Tensor]:
 def record(path: Path) -> dict[str, Any]:
     """The manifest, but what differs between two saves of the same state."""
     found = json.loads((path / MANIFEST).read_text())
-    for name in ("sha256", "folder", "files"):
+    for name in ("sha256", "folder", "files", "index"):
         del found[name]
     del found["extra"][RUN]["time"]
     return found
@@ -174,23 +176,30 @@ def failing(
 ) -> list[tuple[int, str]]:
     """The steps after which a rank's `tick` raised, with the messages; a save fails in between."""
     rank, found, begun = dist.get_rank(), [], time.monotonic()
-    with mock.patch.dict(os.environ, environment), forked_writers():
+    full = Path(folder) / "full"
+
+    def removed(path: Path) -> None:
+        if full.exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        remove_leftovers(path)
+
+    lacks_room = mock.patch.object(run_folder, "remove_leftovers", removed)
+    with mock.patch.dict(os.environ, environment), lacks_room, forked_writers():
         run = SmallRun(folder, layout, every=4, keep=None, asynchronous=True)
         with run.checkpoints:
             run.until(5)
             run.checkpoints.save()
-            draft = Path(folder) / ".step-00000008.new"
             if spoil == "killed" and rank == 1:
                 os.kill(the_process(run), signal.SIGKILL)
             elif spoil == "disk" and rank == 0:
-                draft.write_text("no folder")  # leftovers are folders
+                full.touch()
             while not found and time.monotonic() < begun + SECONDS:
                 try:
                     run.one()
                 except CheckpointError as error:
                     found.append((run.step.num_steps, str(error)))
             if rank == 0:
-                draft.unlink(missing_ok=True)
+                full.unlink(missing_ok=True)
             dist.barrier()
             run.until(run.step.num_steps + 5)
     return found
