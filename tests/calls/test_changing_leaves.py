@@ -328,6 +328,26 @@ def test_a_count_in_formulas_is_an_input() -> None:
     assert num_traces == 3
 
 
+@pytest.mark.parametrize("read", [False, True])
+def test_values_of_batches_of_other_sizes_at_each_call(read: bool) -> None:
+    """Names of samples of other lengths: tensors and values differ from those of every earlier call."""
+
+    def train_step(model: nn.Module, optimizer: Any, batch: dict[str, Any]) -> Tensor:
+        scale = len(batch["name"]) if read else 1.0
+        return _trained(model, optimizer, batch["x"], batch["x"][..., :4], scale)
+
+    model, other = _model(), _model()
+    step = tutti.distribute(train_step, model, torch.optim.SGD(model.parameters(), lr=0.1), "")
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for k in range(10):
+        made = torch.Generator().manual_seed(k)
+        x = torch.randn(4, 3 + k, 8, generator=made, dtype=torch.float64)
+        batch = {"x": x, "name": f"{'a' * (k + 1)}.wav"}
+        _same(step(batch), train_step(other, optimizer, batch))
+    _same([*model.parameters()], [*other.parameters()])
+    assert read or step._num_traces <= 4
+
+
 @pytest.mark.parametrize("layout", ["data=2", "data=2 zero=3", "pipe=2 micro=2"])
 def test_on_ranks(ranks: Ranks, layout: str) -> None:
     for function, makes in ((of_unread, UNREAD), (of_read, READ)):

@@ -18,6 +18,7 @@ from typing import Any
 from tutti.capture.state.free_numbers import FreeInt
 from tutti.capture.unread import LeafRead, UnreadValue, is_unread, set_now, unread, unread_kind
 
+_TENSOR_PARTS = 4  # of a tensor in a signature: its shape, dtype, device and sharding
 _KINDS = frozenset({str, bytes, int, bool})
 _MOST_FORMS = 64  # of batches
 _MOST_READS = 3  # found one by one, before all values of a trial count as read
@@ -31,7 +32,7 @@ class Trial:
     Args:
         leaves: of the call.
         at: the positions of those that are tried.
-        before: the signature of the earlier call.
+        before: the signature of the earlier call; None if its tensors had other sizes.
         is_free: whether they are tried as free, else as unread.
     """
 
@@ -71,24 +72,32 @@ class ChangingLeaves:
 
         `signatures` are those of calls with programs, the latest at the end.
         """
+        alike = [one for one in reversed(signatures) if now[1:] == one[1:]]
+        made = (
+            self._trial(leaves, form, now, one, sized) for sized in (True, False) for one in alike
+        )
+        return next(filter(None, made), None)
+
+    def _trial(
+        self, leaves: list[Any], form: Any, now: Any, before: Any, sized: bool
+    ) -> Trial | None:
+        """A trial after a call with the signature `before`; `sized`: if its tensors had the same sizes."""
+        pairs = zip(now[0], before[0], strict=True)
+        other = {at: b for at, (a, b) in enumerate(pairs) if a != b}
+        if not sized:
+            other = {at: b for at, b in other.items() if not _are_of_other_sizes(now[0][at], b)}
         constants = self._constants.get(form, frozenset())
-        read = self._read.get(form, frozenset())
-        for before in reversed(signatures):
-            if now[1:] != before[1:]:
-                continue
-            pairs = zip(now[0], before[0], strict=True)
-            other = {at: b for at, (a, b) in enumerate(pairs) if a != b}
-            if not other or other.keys() & constants or not all(map(_is_plain, other.values())):
-                continue
-            if any(type(leaves[at]) is not b[0] for at, b in other.items()):
-                continue
-            is_free = bool(other.keys() & read)
-            at = other.keys() & read if is_free else other.keys()
-            made = list(leaves)
-            for k in at:
-                made[k] = FreeInt(leaves[k]) if is_free else unread(k, other[k][1], leaves[k])
-            return Trial(made, frozenset(at), before, is_free)
-        return None
+        if not other or other.keys() & constants or not all(map(_is_plain, other.values())):
+            return None
+        if any(type(leaves[at]) is not b[0] for at, b in other.items()):
+            return None
+        read = other.keys() & self._read.get(form, frozenset())
+        made = list(leaves)
+        for k in read or other:
+            # The values to compare with: of the earlier call, or of this one.
+            value = other[k][1] if sized else leaves[k]
+            made[k] = FreeInt(leaves[k]) if read else unread(k, value, leaves[k])
+        return Trial(made, frozenset(read or other), before if sized or read else None, bool(read))
 
     def keep(self, trial: Trial, form: Any) -> None:
         """Note the success of a trial."""
@@ -129,6 +138,12 @@ class ChangingLeaves:
 def are_replaced(leaves: Sequence[Any]) -> bool:
     """Whether some leaves are not those of the batch."""
     return any(type(x) is FreeInt or is_unread(x) for x in leaves)
+
+
+def _are_of_other_sizes(a: Any, b: Any) -> bool:
+    """Whether two parts of signatures are those of tensors that differ in sizes alone."""
+    of_tensors = type(a) is type(b) is tuple and len(a) == len(b) == _TENSOR_PARTS
+    return of_tensors and a[1:] == b[1:] and len(a[0]) == len(b[0])
 
 
 def _is_plain(key: Any) -> bool:

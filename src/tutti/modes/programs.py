@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -145,32 +146,36 @@ class Programs:
         program that reads more of them may be it: that of a loop with more turns.
         """
         given, suspect = self._changing.replaced(leaves, form), None
+        may_try = True
         while True:
             signature, numbers = self._called(given, form)
-            known = self.known.fitting(signature, numbers, assumed, tries=tries)
-            if known is not None:
-                return known, numbers
-            trial, modes = None, [(module, module.training) for module in self._signatures.modules]
-            if suspect is None:
-                trial = self._changing.trial(given, form, signature, self.known.signatures)
-                given = trial.leaves if trial is not None else given
-            try:
-                made, numbers = self._compiled(given, form, batch, assumed)
-            except (ArgumentsAhead, SlotsAhead):
-                raise
-            except (Exception, LeafRead) as error:
-                if not are_replaced(given):
+            made = self.known.fitting(signature, numbers, assumed, tries=tries)
+            if made is None:
+                modes = [(module, module.training) for module in self._signatures.modules]
+                trial, own, known = None, given, self.known.signatures
+                if may_try and (trial := self._changing.trial(given, form, signature, known)):
+                    given = trial.leaves
+                try:
+                    if trial is not None and trial.before is None:
+                        self._compiled(own, form, batch, assumed)
+                        trial = replace(trial, before=self.known.signatures[-1])
+                    made, numbers = self._compiled(given, form, batch, assumed)
+                except (ArgumentsAhead, SlotsAhead):
                     raise
-                given, suspect = leaves, (given, error)
-                continue
+                except (Exception, LeafRead) as error:
+                    if not are_replaced(given):
+                        raise
+                    given, suspect, may_try = leaves, (given, error), False
+                    continue
+                if trial is not None and not self._confirmed(trial, made, form):
+                    self._changing.fail(given, None, form)
+                    given, may_try = self._changing.replaced(leaves, form), False
+                    for module, training in modes:
+                        module.training = training
+                    continue
+                self._changing.note_program(given, form)
             if suspect is not None:
                 self._changing.fail(*suspect, form)
-            elif trial is not None and not self._confirmed(trial, made, form):
-                given, suspect = leaves, (given, None)
-                for module, training in modes:
-                    module.training = training
-                continue
-            self._changing.note_program(given, form)
             return made, numbers
 
     def _confirmed(self, trial: Trial, made: Compiled[Any], form: Any) -> bool:
