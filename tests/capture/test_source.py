@@ -34,7 +34,7 @@ def _at_verify(x: Tensor) -> None:
     tutti.verify(_branching, nn.Linear(3, 3), None, (x,), "data=2")
 
 
-@pytest.mark.parametrize(("call", "own"), [(_at_the_step, 3), (_at_verify, 1)])
+@pytest.mark.parametrize(("call", "own"), [(_at_the_step, 4), (_at_verify, 1)])
 def test_the_traceback_ends_in_the_users_step(call: Callable[[Tensor], Any], own: int) -> None:
     """`own`: functions of tutti that the caller called."""
     with pytest.raises(tutti.TuttiError) as caught:

@@ -182,7 +182,7 @@ class TableEntry:
             return dict.get(held, self.key, MISSING)
         if self.table.kind == ITEM:
             held = plain_sequence(held)
-            return held[self.key] if self.key < len(held) else MISSING
+            return held[self.key] if self.key is not END and self.key < len(held) else MISSING
         return _contents(held) if self.table.kind == CELL else getattr(held, self.key, MISSING)
 
     def put(self, value: Any) -> None:
