@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from torch.fx.experimental import symbolic_shapes
 
@@ -173,3 +174,12 @@ def ranks() -> Iterator[Ranks]:
     yield pool
     _SHARED.remove(pool)
     pool.close()
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """Tensors in float64 unless a test says otherwise, from one seed."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)

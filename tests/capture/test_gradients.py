@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,15 +18,9 @@ import tutti
 from tutti.capture.step import capture
 from tutti.errors import CaptureError
 
+pytestmark = pytest.mark.usefixtures("in_float64")
+
 Step = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def in_float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def mlp(out: int = 4) -> nn.Module:

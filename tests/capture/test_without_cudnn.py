@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,16 +17,10 @@ from tutti.capture.substitutes.other_forms import in_other_forms
 from tutti.errors import CaptureError
 from tutti.torch_private.recurrent import ENTRIES
 
+pytestmark = pytest.mark.usefixtures("in_float64")
+
 LAYERS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn_tanh": nn.RNN, "rnn_relu": nn.RNN}
 LENGTHS = torch.tensor([5, 3, 3, 1])
-
-
-@pytest.fixture(autouse=True)
-def in_float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def made(name: str, **options: Any) -> nn.Module:
@@ -132,9 +125,9 @@ def test_weights_are_not_joined_in_a_trace(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_op_that_hides_what_it_writes_is_refused() -> None:
     op, graph = torch.ops.aten.cudnn_batch_norm.default, fx.Graph()
     node = graph.call_function(op)
-    node.meta["source"] = "train.py:7"
+    node.meta["source"] = "no_such_script.py:7"
     replay = _Replay.__new__(_Replay)
     replay.node = node
     with pytest.raises(CaptureError, match="cudnn_batch_norm") as caught:
         replay.call_function(op, (), {})
-    assert caught.value.at == "train.py:7"
+    assert caught.value.at == "no_such_script.py:7"

@@ -103,16 +103,15 @@ class ChangingLeaves:
         """Note the success of a trial."""
         known = self._known.setdefault(form, {})
         known |= {at: FreeInt if trial.is_free else trial.leaves[at] for at in trial.at}
-        for kept in (self._known, self._read, self._constants, self._counts):
-            while len(kept) > _MOST_FORMS:
-                del kept[next(iter(kept))]
+        self.note_program(trial.leaves, form)
 
     def note_program(self, leaves: Sequence[Any], form: Any) -> None:
-        """Note another program with free integers: those of many ways are constants."""
+        """Note another program, with free integers perhaps: those of many ways are constants."""
         free = [k for k, x in enumerate(leaves) if type(x) is FreeInt]
         if free and self._count(form, 1) > _MOST_WAYS:
             self._forget(free, form)
             self._constants.setdefault(form, set()).update(free)
+        self._keep_few()
 
     def fail(self, leaves: Sequence[Any], error: BaseException | None, form: Any) -> None:
         """Note that these leaves are not as tried: `error` is that of the trace, if it has not ended."""
@@ -123,6 +122,13 @@ class ChangingLeaves:
         read = {k for k in at if is_unread(leaves[k]) and unread_kind(leaves[k]) is int}
         self._read.setdefault(form, set()).update(read)
         self._constants.setdefault(form, set()).update({*at} - read)
+        self._keep_few()
+
+    def _keep_few(self) -> None:
+        """Forget the forms that came first."""
+        for kept in (self._known, self._read, self._constants, self._counts):
+            while len(kept) > _MOST_FORMS:
+                del kept[next(iter(kept))]
 
     def _count(self, form: Any, which: int) -> int:
         counts = self._counts.setdefault(form, [0, 0])

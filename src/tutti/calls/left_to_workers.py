@@ -7,7 +7,7 @@ computes with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
@@ -16,6 +16,7 @@ from tutti.calls.guards import symbols_of
 from tutti.capture.python.python_state import Effect, values_of
 from tutti.capture.step import Captured
 from tutti.errors import CaptureError
+from tutti.graph.analysis.order import ancestors
 from tutti.graph.edits.edit import source_of
 from tutti.user_lines import quoted
 
@@ -30,7 +31,8 @@ def refuse_where_served(captured: Captured) -> None:
                 fix="another tensor at each call (log[...] = x), or a buffer of the model; or a layout "
                 "without server",
             )
-    computing = _ancestors([*captured.output[1], *captured.output[0][captured.num_results :]])
+    leaves = [*captured.output[1], *captured.output[0][captured.num_results :]]
+    computing = ancestors(x for x in leaves if isinstance(x, fx.Node))
     asked = {str(s) for expr in captured.guards for s in expr.free_symbols}
     deciding = {name for s, name in symbols_of(captured).items() if str(s) in asked}
     for effect, leaves in _left(captured):
@@ -62,17 +64,6 @@ def _read_again(captured: Captured, effect: Effect) -> list[str]:
         for n in captured.inputs
         if n in one or any(n == name or n.startswith((f"{name}.", f"{name}[")) for name in names)
     ]
-
-
-def _ancestors(nodes: Iterable[Any]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    todo = [n for n in nodes if isinstance(n, fx.Node)]
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
 
 
 def _has_tuple(effect: Effect) -> bool:

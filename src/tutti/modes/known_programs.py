@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tutti.calls.signature import difference_between
+from tutti.capture.alike import difference
 from tutti.capture.python.assumed_values import Assumed
 from tutti.environment import MOST_PROGRAMS
 from tutti.modes.compiled_program import Compiled
@@ -85,6 +86,16 @@ class KnownPrograms:
             self.by_key[key] = [x for x in found if x is not one]
             if not self.by_key[key]:
                 del self.by_key[key]
+
+    def settle(self, made: Compiled[Any], signature: Any) -> bool:
+        """Whether a new program is that of an earlier call, too, which had this signature: the earlier
+        programs are dropped, else the new one."""
+        earlier = self.of(signature)
+        captured = made.program.captured
+        is_theirs = any(not difference(captured, one.program.captured) for one in earlier)
+        for one in earlier if is_theirs else [made]:
+            self.drop(one)
+        return is_theirs
 
     def _note_forgotten(self) -> None:
         self._num_forgotten += 1

@@ -16,7 +16,6 @@ from tutti.calls.guards import MOST_WAYS, no_way
 from tutti.calls.numbers import Numbers
 from tutti.calls.signature import Signatures
 from tutti.calls.surroundings import is_cast, without_autocast
-from tutti.capture.alike import difference
 from tutti.capture.handed import ArgumentsAhead
 from tutti.capture.python.assumed_values import Assumed
 from tutti.capture.python.read_places import Place
@@ -145,53 +144,60 @@ class Programs:
         `assumed` are the tensor values that the step has read in a run with other branches. With `tries`, a
         program that reads more of them may be it: that of a loop with more turns.
         """
-        given, suspect = self._changing.replaced(leaves, form), None
-        may_try = True
-        while True:
-            signature, numbers = self._called(given, form)
-            made = self.known.fitting(signature, numbers, assumed, tries=tries)
-            if made is None:
-                modes = [(module, module.training) for module in self._signatures.modules]
-                trial, own, known = None, given, self.known.signatures
-                if may_try and (trial := self._changing.trial(given, form, signature, known)):
-                    given = trial.leaves
-                try:
-                    if trial is not None and trial.before is None:
-                        self._compiled(own, form, batch, assumed)
-                        trial = replace(trial, before=self.known.signatures[-1])
-                    made, numbers = self._compiled(given, form, batch, assumed)
-                except (ArgumentsAhead, SlotsAhead):
-                    raise
-                except (Exception, LeafRead) as error:
-                    if not are_replaced(given):
-                        raise
-                    given, suspect, may_try = leaves, (given, error), False
-                    continue
-                if trial is not None and not self._confirmed(trial, made, form):
-                    self._changing.fail(given, None, form)
-                    given, may_try = self._changing.replaced(leaves, form), False
-                    for module, training in modes:
-                        module.training = training
-                    continue
-                self._changing.note_program(given, form)
-            if suspect is not None:
-                self._changing.fail(*suspect, form)
+        given = self._changing.replaced(leaves, form)
+        made, numbers, signature = self._known(given, form, assumed, tries)
+        if made is not None:
             return made, numbers
+        trial = self._changing.trial(given, form, signature, self.known.signatures)
+        try:
+            if trial is not None:
+                own, given = given, trial.leaves
+                if found := self._tried(trial, own, form, batch, assumed):
+                    return found
+                given = self._changing.replaced(leaves, form)
+            return self._known_or_compiled(given, form, batch, assumed, tries)
+        except (ArgumentsAhead, SlotsAhead):
+            raise
+        except (Exception, LeafRead) as error:
+            if not are_replaced(given):
+                raise
+            failed = error
+        found = self._known_or_compiled(leaves, form, batch, assumed, tries)
+        self._changing.fail(given, failed, form)
+        return found
 
-    def _confirmed(self, trial: Trial, made: Compiled[Any], form: Any) -> bool:
-        """Whether a program without values of a batch is that of an earlier call, which has had them."""
-        if trial.is_free:
+    def _known(
+        self, leaves: list[Any], form: Any, assumed: Assumed | None, tries: bool
+    ) -> tuple[Compiled[Any] | None, dict[str, float], Any]:
+        """The program of a call, if there is one, the call's numbers and its signature."""
+        signature, numbers = self._called(leaves, form)
+        return self.known.fitting(signature, numbers, assumed, tries=tries), numbers, signature
+
+    def _known_or_compiled(
+        self, leaves: list[Any], form: Any, batch: Any, assumed: Assumed | None, tries: bool
+    ) -> Found:
+        made, numbers, _ = self._known(leaves, form, assumed, tries)
+        if made is None:
+            made, numbers = self._compiled(leaves, form, batch, assumed)
+            self._changing.note_program(leaves, form)
+        return made, numbers
+
+    def _tried(
+        self, trial: Trial, own: list[Any], form: Any, batch: Any, assumed: Assumed | None
+    ) -> Found | None:
+        """The program of a trial, if it is that of the earlier call, too; `own`: the leaves without trial."""
+        modes = [(module, module.training) for module in self._signatures.modules]
+        if trial.before is None:
+            self._compiled(own, form, batch, assumed)
+            trial = replace(trial, before=self.known.signatures[-1])
+        found = self._compiled(trial.leaves, form, batch, assumed)
+        if trial.is_free or self.known.settle(found[0], trial.before):
             self._changing.keep(trial, form)
-            return True
-        earlier = self.known.of(trial.before)
-        captured = made.program.captured
-        if any(not difference(captured, one.program.captured) for one in earlier):
-            self._changing.keep(trial, form)
-            for one in earlier:  # no call finds it again
-                self.known.drop(one)
-            return True
-        self.known.drop(made)
-        return False
+            return found
+        self._changing.fail(trial.leaves, None, form)
+        for module, training in modes:
+            module.training = training
+        return None
 
     def _called(self, leaves: list[Any], form: Any) -> tuple[Any, dict[str, float]]:
         """The signature and the numbers of a call."""

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tutti.comm.posts.letters import Letter
-from tutti.comm.posts.post import RankPost
 from tutti.errors import CommError
+from tutti.replicas.counterparts import Counterparts
 from tutti.replicas.traffic import Message
 
 Combine = Callable[[int, list[Message]], Message]
@@ -44,13 +44,8 @@ class _Round:
     asked: set[tuple[int, int]] = field(default_factory=set)  # (replica, part)
 
 
-class Meeting:
+class Meeting(Counterparts):
     """The means of one rank and its counterparts in the other replicas.
-
-    Args:
-        ranks: the rank of each replica.
-        replica: this one.
-        timeout_seconds: how long to wait for a live replica.
 
     Attributes:
         absent: the replicas without which this one has computed its part of a mean.
@@ -58,11 +53,10 @@ class Meeting:
     """
 
     def __init__(self, ranks: Sequence[int], replica: int, timeout_seconds: float) -> None:
-        self._ranks, self._replica, self._timeout = list(ranks), replica, timeout_seconds
+        super().__init__(ranks, replica, timeout_seconds)
         self._rounds: OrderedDict[str, _Round] = OrderedDict()
         self._closed: OrderedDict[str, None] = OrderedDict()
         self.absent: set[int] = set()
-        self.post: RankPost | None = None
         self.check: Callable[[], None] = lambda: None
 
     def handle(self, replica: int, letter: Letter) -> None:
@@ -186,19 +180,12 @@ class Meeting:
     def _after(self, now: _Round, j: int) -> tuple[int, ...]:
         return now.members[j:] + now.members[:j]
 
-    def _is_here(self, replica: int) -> bool:
-        return replica == self._replica or self._the_post().is_here(self._ranks[replica])
-
     def _send_mean(self, replica: int, key: str, j: int, mean: PartMean) -> None:
         message, of = mean
         self._send(replica, " ".join(["mean", key, str(j), *map(str, of)]), message)
 
     def _send(self, replica: int, topic: str, message: Message) -> None:
         self._the_post().send(self._ranks[replica], topic, message)
-
-    def _the_post(self) -> RankPost:
-        assert self.post is not None
-        return self.post
 
     def _late(self, key: str, now: _Round) -> CommError:
         missing = {now.members[j] for j in range(len(now.members)) if j not in now.means}

@@ -7,26 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tutti.comm.posts.post import RankPost, lease_seconds
+from tutti.comm.posts.post import lease_seconds
 from tutti.errors import CommError
+from tutti.replicas.counterparts import LOOK_SECONDS, Counterparts
 from tutti.replicas.traffic import Message
 
-_LOOK_SECONDS = 0.5
 
-
-class Pushes:
-    """The pushes of one rank and its counterparts in the other replicas.
-
-    Args:
-        ranks: the rank of each replica.
-        replica: this one.
-        timeout_seconds: how long to wait for a live replica.
-    """
+class Pushes(Counterparts):
+    """The pushes of one rank and its counterparts in the other replicas."""
 
     def __init__(self, ranks: Sequence[int], replica: int, timeout_seconds: float) -> None:
-        self._ranks, self._replica, self._timeout = list(ranks), replica, timeout_seconds
+        super().__init__(ranks, replica, timeout_seconds)
         self._received: dict[str, dict[int, Message]] = {}
-        self.post: RankPost | None = None
         self.check: Callable[[], None] = lambda: None  # called while it waits
 
     def handle(self, replica: int, key: str, message: Message) -> None:
@@ -76,7 +68,7 @@ class Pushes:
                 ]
                 if not missing:
                     return
-                post.changed.wait(_LOOK_SECONDS)
+                post.changed.wait(LOOK_SECONDS)
             if post.seconds > until:
                 if until < begun + self._timeout:
                     return
@@ -95,7 +87,3 @@ class Pushes:
         """All replicas but the lost; those that left in good order still count as senders and receivers."""
         lost = self._the_post().lost
         return [i for i, rank in enumerate(self._ranks) if rank not in lost]
-
-    def _the_post(self) -> RankPost:
-        assert self.post is not None
-        return self.post

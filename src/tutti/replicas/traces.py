@@ -11,29 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tutti.comm.posts.post import RankPost
 from tutti.errors import CommError
+from tutti.replicas.counterparts import LOOK_SECONDS, Counterparts
 
 TRACE, APART = "trace", "apart"
-_LOOK_SECONDS, _MOST_LETTERS = 0.5, 300
+_MOST_LETTERS = 300
 
 
-class Traces:
-    """The traces of one rank and its counterparts in the other replicas, after the first call.
-
-    Args:
-        ranks: the rank of each replica.
-        replica: this one.
-        timeout_seconds: how long to wait for a live replica.
-    """
+class Traces(Counterparts):
+    """The traces of one rank and its counterparts in the other replicas, after the first call."""
 
     def __init__(self, ranks: Sequence[int], replica: int, timeout_seconds: float) -> None:
-        self._ranks, self._replica, self._timeout = list(ranks), replica, timeout_seconds
+        super().__init__(ranks, replica, timeout_seconds)
         self._num_calls = self._num_traces = self._step = 0
         # By replica: the number of its traces, of its calls before the last one, and the reason for that.
         self._heard: dict[int, tuple[int, int, str]] = {}
         self._apart: dict[int, str] = {}  # replicas that have gone on without a trace, and where
-        self.post: RankPost | None = None
 
     def handle(self, replica: int, topic: str) -> None:
         """Handle a letter; the caller holds the post's lock."""
@@ -67,7 +60,7 @@ class Traces:
                 missing = [i for i in self._others() if i not in heard]
                 if not missing:
                     return
-                post.changed.wait(_LOOK_SECONDS)
+                post.changed.wait(LOOK_SECONDS)
             self.check()
             if post.seconds > until:
                 raise CommError(
@@ -111,7 +104,3 @@ class Traces:
             fix="freeze, unfreeze and change weights and options at the same steps on all replicas, not by "
             "values such as losses, which are each replica's own",
         )
-
-    def _the_post(self) -> RankPost:
-        assert self.post is not None
-        return self.post

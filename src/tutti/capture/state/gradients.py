@@ -26,6 +26,7 @@ from tutti.capture.patch_table import GRAD, MODULE_ZERO_GRAD, OPTIMIZER_ZERO_GRA
 from tutti.capture.state.kept_gradients import THERE, VALUE, Kept, Question, is_so
 from tutti.capture.state.lift import StateTensor, optimizers_of
 from tutti.errors import CaptureError
+from tutti.graph.analysis.order import ancestors
 from tutti.graph.edits.patch import hook_here, replaced
 from tutti.torch_private.autograd_engine import version_of
 from tutti.torch_private.dispatch_modes import no_torch_function
@@ -274,14 +275,8 @@ class Gradients:
 
     def refuse_used(self, results: Sequence[Any]) -> None:
         """Raise if `results` of the functional graph depend on gradients of an earlier call."""
-        seen: set[fx.Node] = set()
-        todo = [x for x in results if isinstance(x, fx.Node)]
-        while todo:
-            node = todo.pop()
-            if node not in seen:
-                seen.add(node)
-                todo += node.all_input_nodes
-        used = {str(n.args[1]) for n in seen if n.target is _left_gradient}
+        read = ancestors(x for x in results if isinstance(x, fx.Node))
+        used = {str(n.args[1]) for n in read if n.target is _left_gradient}
         if used:
             raise _refused([one for one in self._all.values() if one.name in used])
 
