@@ -34,8 +34,11 @@ class Numbers:
             name: group[key] if item is None else group[key][item]
             for name, group, key, item in self._entries
         }
-        if not all(type(x) is float for x in values.values()):  # integers and tensors
+        of_values = {*map(type, values.values())}
+        if not of_values <= {float, int}:  # tensors
             return numbers(self._optimizer, leaves, python)
+        if int in of_values:
+            values = {name: float(x) for name, x in values.items()}
         if python:
             values |= python
         free = [+x for x in leaves if is_free_number(x)]

@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 
 from tutti.errors import LayoutError
 from tutti.layout.budget import Budget
@@ -257,7 +258,7 @@ class Layout:
         """The number of ranks, servers excluded."""
         return self.mesh.num_ranks
 
-    @property
+    @cached_property
     def mesh(self) -> Mesh:
         """The mesh of the layout's axes of size above 1."""
         return Mesh(tuple((a, s) for a, s in self.axes.items() if s > 1))
@@ -271,7 +272,7 @@ class Layout:
         axes = self.stage_mesh.axes
         return Mesh((*axes, ("micro", self.micro)) if self.micro > 1 else axes)
 
-    @property
+    @cached_property
     def stage_mesh(self) -> Mesh:
         """The ranks of one pipeline rank of one replica; with servers, of all workers."""
         apart = ("pipe",) if self.server else ("replica", "pipe")
