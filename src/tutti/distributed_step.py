@@ -193,7 +193,7 @@ class Step:
 
     @property
     def _num_traces(self) -> int:
-        return self._programs.num_traces
+        return self._programs.known.num_traces
 
     @property
     def _last_call(self) -> Compiled[Any]:

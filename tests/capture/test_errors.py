@@ -145,36 +145,26 @@ def test_an_error_says_what_where_why_and_fix(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "draw"),
-    [("Python's random", random.random), ("numpy.random", lambda: np.random.beta(0.2, 0.2))],
+    [
+        ("Python's random", lambda: random.sample(range(4), 2)[0]),
+        ("numpy.random", lambda: float(np.random.permutation(4)[0])),
+        ("MADE", lambda: float(MADE.normal(size=3)[0])),
+        ("Python's random", lambda: random.seed(3) or 1.0),
+    ],
+    ids=["sample", "permutation", "of the script", "seed"],
 )
-def test_numbers_drawn_on_the_host(name: str, draw: Callable[[], float]) -> None:
+def test_orders_and_arrays_drawn_on_the_host(name: str, draw: Callable[[], float]) -> None:
     """They would be the same at every call."""
-    step = trained(lambda model, x, y: draw() * cross_entropy(model(x), y))  # drawn here
+    before = random.getstate(), str(np.random.get_state()), MADE.bit_generator.state
+    step = trained(lambda model, x, y: draw() * cross_entropy(model(x), y))
     error = refused(step)
     assert error.what == f"the step draws random numbers from {name}"
-    assert "# drawn here" in error.at
+    assert "test_errors.py:" in error.at
     assert "torch.rand" in error.fix
+    assert before == (random.getstate(), str(np.random.get_state()), MADE.bit_generator.state)
 
 
-@pytest.mark.parametrize(
-    ("made", "draw"),
-    [
-        (random.Random(0), lambda one: one.random()),
-        (np.random.default_rng(0), lambda one: one.random()),
-        (np.random.RandomState(0), lambda one: one.rand()),
-    ],
-    ids=["Random", "Generator", "RandomState"],
-)
-def test_numbers_drawn_by_a_generator_that_the_step_holds(
-    made: Any, draw: Callable[[Any], float]
-) -> None:
-    """`self.rng`, say."""
-    step = trained(lambda model, x, y: draw(made) * cross_entropy(model(x), y))
-    error = refused(step)
-    assert error.what == "the step draws random numbers from made, in Python"
-    assert "torch.rand" in error.fix
-
-
+MADE = np.random.default_rng(0)
 THREAD = threading.local()
 CONTEXT = contextvars.ContextVar("CONTEXT", default=0)
 FILE = io.StringIO("1\n2\n")
@@ -204,6 +194,16 @@ def test_what_a_step_takes_in_python(name: str, take: Callable[[], float]) -> No
     QUEUE.put(2.0)
     step = trained(lambda model, x, y: take() * cross_entropy(model(x), y))
     assert refused(step).what == f"the step changes {name}, in Python"
+
+
+def test_a_random_number_outside_of_torch() -> None:
+    """NumPy computes a plain number of it."""
+    step = trained(
+        lambda model, x, y: np.sqrt(random.random()) * cross_entropy(model(x), y)
+    )  # here
+    error = refused(step)
+    assert error.what.startswith("the step reads a random number, of Python's random: random")
+    assert "np.sqrt(random.random())" in error.at and "before the step" in error.fix
 
 
 def test_a_generator_of_its_own_does_not_matter() -> None:

@@ -125,11 +125,18 @@ class Captures:
         for trace in kind.traces:
             state = self._state(trace.sizes.captured) if renewed <= trace.renewed else None
             made = trace.sizes.of(shapes, state) if state is not None else None
-            if made is not None and guard_of(made)(given):
+            if made is not None and self._holds(made, given):
                 for module, training in trace.modes:
                     module.training = training
                 return made
         return None
+
+    def _holds(self, made: Captured, given: Mapping[str, float]) -> bool:
+        """Whether a capture is valid for the numbers `given` and those that it draws."""
+        draws = self._python.draws
+        numbers = draws.added(given, made.drawn)
+        draws.put_back()
+        return numbers is not None and guard_of(made)(numbers)
 
     def _traced(
         self,

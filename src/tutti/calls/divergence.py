@@ -55,6 +55,7 @@ _HEAD = struct.Struct("<qqQII")
 
 
 Said = tuple[str, str, str]  # what, why, fix
+_DRAW = "draw."  # begins the name of a random number of the host
 
 
 class Divergence:
@@ -408,7 +409,12 @@ class Divergence:
         num_values, num_numbers = _HEAD.unpack_from(mine)[3:]
         form = f"<{num_values}Q{num_numbers}d"
         if _HEAD.unpack_from(theirs)[3:] != (num_values, num_numbers):
-            return None
+            names = {k: [*map(str, self._words(k, call)["numbers"])] for k in (self._position, j)}
+            drawn = {k: sum(x.startswith(_DRAW) for x in names[k]) for k in names}
+            if len({*drawn.values()}) == 1:
+                return None
+            step = self._num_steps
+            return _drew(step, self._by_ranks(call, lambda k: f"{drawn[k]} numbers", drawn))
         every = {
             k: struct.unpack_from(form, x, _HEAD.size)
             for k, x in self._written(call).items()
@@ -437,9 +443,12 @@ class Divergence:
                 "give every rank the same *global* batch: a generator of its own for what one rank alone "
                 "draws, and no DistributedSampler",
             )
+        name = words["numbers"][at - num_values]
+        shown = self._by_ranks(call, lambda k: _number(every[k][at]), every)
+        if name.startswith(_DRAW):
+            return _drew(step, f"draw {name.removeprefix(_DRAW)} is {shown}")
         return (
-            f'the ranks have different numbers at step {step}: "{words["numbers"][at - num_values]}" is '
-            + self._by_ranks(call, lambda k: f"{every[k][at]:.9g}", every),
+            f'the ranks have different numbers at step {step}: "{name}" is {shown}',
             "learning rates and the like are inputs of a step, the same on every rank",
             "step schedulers on every rank, by numbers that all ranks have",
         )
@@ -657,3 +666,18 @@ def _has_reached(board: Board | Bulletin, j: int, call: int) -> bool:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _number(x: float) -> str:
+    """A number as text, which is no hash: with a point."""
+    text = f"{x:.9g}"
+    return f"{text}.0" if text.isdigit() else text
+
+
+def _drew(step: int, shown: str) -> Said:
+    return (
+        f"the ranks have drawn different random numbers at step {step}: {shown}",
+        "numbers that a step draws by Python's random or NumPy are those of one device",
+        "the same seed on every rank (random.seed, np.random.seed); what one rank alone draws, or more often "
+        "than others, from a generator of its own",
+    )

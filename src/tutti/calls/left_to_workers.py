@@ -31,6 +31,14 @@ def refuse_where_served(captured: Captured) -> None:
                 fix="another tensor at each call (log[...] = x), or a buffer of the model; or a layout "
                 "without server",
             )
+    for one in captured.drawn.numbers[:1]:
+        raise CaptureError(
+            f"the step draws random numbers from {one.draw.source}, and servers keep its weights",
+            at=quoted(one.at),
+            why="each worker would draw numbers of its own",
+            fix="torch.rand and the like; or draw before the step and hand them over as arguments; or a "
+            "layout without server",
+        )
     leaves = [*captured.output[1], *captured.output[0][captured.num_results :]]
     computing = ancestors(x for x in leaves if isinstance(x, fx.Node))
     asked = {str(s) for expr in captured.guards for s in expr.free_symbols}

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tutti.calls.host_draws import HostDraws
 from tutti.calls.tables import are_same
 from tutti.capture.batch import argument_name
 from tutti.capture.handed import (
@@ -54,6 +55,7 @@ class PythonValues:
         self._given = (step, model, optimizers)
         self._num_args = 1 + bool(optimizers)
         self.findings = Findings()
+        self.draws = HostDraws(lambda entry: self.state.entry_like(entry))
         self.arguments: dict[str, Any] = {}  # that the step gets as they are, of this call
         self.places: frozenset[Place] = frozenset()  # of those without code
         self._changed_last: tuple[tuple[Place, Any], ...] = ()

@@ -58,7 +58,8 @@ def _results(captured: Captured) -> Any:
     numbers = [(n.name, [entry.name for entry in n.entries]) for n in captured.numbers]
     outside = [*captured.outside]
     kept = captured.num_returned, outside, captured.trained, dict(captured.gradients.ends)
-    return form_of(captured.returned), effects, numbers, *kept
+    draws = [(one.draw, one.name, one.value) for one in captured.drawn.numbers]
+    return form_of(captured.returned), effects, numbers, draws, *kept
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -30,9 +30,10 @@ from tutti.capture.precision import computing, refuse_other_weights
 from tutti.capture.python.appended import TraceAgain
 from tutti.capture.python.assumed_values import Assumed
 from tutti.capture.python.conversions import conversions_read
+from tutti.capture.python.drawn_numbers import Drawn, Draws
 from tutti.capture.python.fake_checks import constants_are_not_fake
 from tutti.capture.python.held_values import TableEntry
-from tutti.capture.python.host_random import no_host_randomness
+from tutti.capture.python.host_random import host_values_watched
 from tutti.capture.python.host_values import values_unknown
 from tutti.capture.python.inputs import fake, fake_mode, fakes, symbol
 from tutti.capture.python.kinds import kinds_of_fakes
@@ -114,7 +115,8 @@ class Captured:
     neither the model's nor an optimizer's. `trained` gives, by name, the `requires_grad` of parameters that
     the step changes. With `other_modes` it leaves modules in other modes than those that it depends on.
     `not_kept` are the values in modules that it leaves there on one device only. `changes` are
-    those in the containers of its batch. `gradients` are those that its calls find and leave.
+    those in the containers of its batch. `gradients` are those that its calls find and leave. `drawn` are
+    the random numbers of the host: `draw.0`, ... come behind the batch's numbers.
     """
 
     graph: fx.Graph
@@ -136,6 +138,7 @@ class Captured:
     not_kept: list[NotKept] = field(default_factory=list)
     changes: Changes = field(default_factory=Changes)
     gradients: KeptGradients = field(default_factory=KeptGradients)
+    drawn: Drawn = field(default_factory=Drawn)
 
     @property
     def num_results(self) -> int:
@@ -277,7 +280,7 @@ def _traced(
     fails (a loss that is not finite), it takes the other one. Each begins with the same `hooks`.
     """
     assumed: list[Assumed] = []
-    ways = OtherWays()
+    ways, failed = OtherWays(), None
     while True:
         hooks.put_back()
         lifted = prepared(*assumed)
@@ -290,27 +293,35 @@ def _traced(
         except (Exception, SystemExit) as error:
             if (other := ways.after(error, lifted.symbols)) is not None:
                 assumed = [other]
-            elif findings.fix(lifted.python.numbers):
+            elif findings.expect_draws(lifted.draws.found) or findings.fix(lifted.python.numbers):
                 ways = OtherWays()
+            elif findings.fix_draws(lifted.draws.inputs.values()):
+                ways, failed = OtherWays(), error
             else:
                 raise ways.reason(error)  # noqa: B904  # mostly this error itself
             continue
+        if findings.expect_draws(lifted.drawn.numbers):
+            continue
         numbers = {n.name: n for n in lifted.python.numbers}
-        wanted = {*numbers, *lifted.free_integers, str(ITEM)}
+        wanted = {*numbers, *lifted.free_integers, *lifted.draws.inputs, str(ITEM)}
         looked_at = looked_at_by_ops(traced, lifted.names, wanted, lifted.free_symbols)
         if sizes := looked_at.keys() & lifted.free_integers.keys():
             raise LeafRead(lifted.free_integers[min(sizes)])
         if str(ITEM) in looked_at:
             raise size_refused(looked_at[str(ITEM)])
         new = lifted.changed - findings.varying - findings.fixed - {h.name for h in lifted.hypers}
+        draws = lifted.draws.inputs
         if looked_at:
-            findings.fixed |= {entry.name for name in looked_at for entry in numbers[name].entries}
+            findings.fix_draws(draw for name, draw in draws.items() if name in looked_at)
+            given = (numbers[name] for name in looked_at if name not in draws)
+            findings.fixed |= {entry.name for number in given for entry in number.entries}
         elif new:
             findings.varying |= new
         elif texts := lifted.numbers_of_texts(traced):
             lifted.refuse_texts(texts - numbers.keys())
             findings.fixed |= {e.name for name in texts for e in numbers[name].entries}
         else:
+            lifted.drawn.refuse_read(failed)
             with contextlib.suppress(TraceAgain):
                 lifted.settle(traced)
                 lifted.lift_outside(traced)
@@ -340,11 +351,15 @@ class _Lifted:
         self.hypers = hypers_of(optimizer)
         self.number_leaves = [i for i, x in enumerate(leaves) if is_free_number(x)]
         self.tensor_leaves = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        found = python.findings
+        self.draws = Draws(found.draws, found.constant_draws, python.tables)
+        self.drawn = Drawn()
         self.names = (
             [s.name for s in state]
             + [h.name for h in self.hypers]
             + [n.name for n in python.numbers]
             + [f"number.{k}" for k in range(len(self.number_leaves))]
+            + [*self.draws.values]
             + [f"batch.{k}" for k in range(len(self.tensor_leaves))]
         )
         self.inputs = (
@@ -352,6 +367,7 @@ class _Lifted:
             + [symbol(h.name, h.value, mode) for h in self.hypers]
             + [symbol(n.name, n.value, mode) for n in python.numbers]
             + [symbol(f"number.{k}", +leaves[i], mode) for k, i in enumerate(self.number_leaves)]
+            + [symbol(name, x, mode) for name, x in self.draws.values.items()]
             + fakes([leaves[i] for i in self.tensor_leaves], mode, free)
         )
         self.free_symbols = frozenset(free.symbols.values()) if free else frozenset[Any]()
@@ -396,7 +412,9 @@ class _Lifted:
     def kinds(self) -> dict[str, str]:
         """The kind of each input by name."""
         kinds = {s.name: s.kind for s in self.state} | {h.name: "hyper" for h in self.hypers}
-        kinds |= {n.name: "number" for n in self.python.numbers}
+        kinds |= dict.fromkeys(
+            (*(n.name for n in self.python.numbers), *self.draws.values), "number"
+        )
         return {n: kinds.get(n, n.partition(".")[0]) for n in self.names}
 
     def traced(self) -> fx.GraphModule:
@@ -548,7 +566,7 @@ class _Lifted:
             self.mode,
             watching(self.model) as watch,
             explained(),
-            no_host_randomness(self.python.tables),
+            host_values_watched(self.python.tables, self.draws),
             in_other_forms(),
             on_symbols(),
             values_unknown(),
@@ -558,7 +576,7 @@ class _Lifted:
             table = {**communicating_ops(), **OTHER_FORMS}
             self.symbols.begin(_Lifted.trace.__code__, lambda: watch.num_nodes)
             traced = trace(self._run, self.inputs, table)
-        self.reads = held(traced, self.symbols)
+        self.reads, self.drawn = held(traced, self.symbols), self.draws.drawn
         return traced
 
     def _run(self, *flat: Any) -> list[Any]:
@@ -566,7 +584,9 @@ class _Lifted:
         names = [h.name for h in self.hypers] + [n.name for n in self.python.numbers]
         symbols = dict(zip(names, flat[len(self.state) :], strict=False))
         leaves = list(self.leaves)
-        rest = flat[len(self.state) + len(names) :]
+        rest = [*flat[len(self.state) + len(names) :]]
+        first = len(self.number_leaves)
+        self.draws.begin([rest.pop(first) for _ in self.draws.values])
         for i, x in zip([*self.number_leaves, *self.tensor_leaves], rest, strict=True):
             leaves[i] = x
         batch = tree_unflatten(leaves, self.spec)
@@ -789,6 +809,7 @@ def _collect(functional: fx.GraphModule, lifted: _Lifted) -> Captured:
         not_kept=lifted.not_kept,
         changes=lifted.changes,
         gradients=KeptGradients.of(lifted.grads.ends, lifted.grads.answers, lifted.places),
+        drawn=lifted.drawn,
     )
 
 

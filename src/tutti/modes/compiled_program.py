@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tutti.calls.guards import Guard, ReadGuard
 from tutti.capture.python.assumed_values import Assumed
+from tutti.capture.python.drawn_numbers import Drawn
 from tutti.execution.execute import Execution
 from tutti.partition.partition import Program
 from tutti.serving.worked import Worked
@@ -42,6 +43,11 @@ class Compiled(Generic[Bound]):
     number: int = field(default=0, kw_only=True)
     last_call: int = field(default=0, kw_only=True)
     why: str = field(default="", kw_only=True)
+
+    @property
+    def drawn(self) -> Drawn:
+        """The random numbers of the host that a call draws."""
+        return self.program.captured.drawn
 
     def takes(self, given: Mapping[str, float], assumed: Assumed) -> bool:
         """Whether a run takes the branches of this program, by tensor values of another run."""

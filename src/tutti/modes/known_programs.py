@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from tutti.calls.host_draws import HostDraws
 from tutti.calls.signature import difference_between
 from tutti.capture.alike import difference
 from tutti.capture.python.assumed_values import Assumed
@@ -13,6 +14,7 @@ from tutti.environment import MOST_PROGRAMS
 from tutti.modes.compiled_program import Compiled
 from tutti.user_lines import users_level
 
+Fit = tuple[Compiled[Any], Mapping[str, float]]
 _MOST_SIGNATURES = 8  # with which a new one is compared, to say why it needs a program
 
 
@@ -30,17 +32,19 @@ class KnownPrograms:
         self.last: Compiled[Any] | None = None  # the program of the last call
         self.signatures: list[Any] = []  # the latest ones
         self._most = MOST_PROGRAMS.read()
-        self._num_forgotten = 0
+        self.num_traces = self._num_forgotten = 0
 
     def fitting(
         self,
         signature: Any,
         given: Mapping[str, float],
+        draws: HostDraws,
         assumed: Assumed | None = None,
         *,
         tries: bool = False,
-    ) -> Compiled[Any] | None:
-        """The program of a call with the numbers `given`; sets the modes of modules as the step does.
+    ) -> Fit | None:
+        """The program of a call with the numbers `given`, and its numbers: with those that it draws. Sets
+        the modes of modules as the step does.
 
         `assumed` are the tensor values that the step has read in a run with other branches. With `tries`, a
         program that reads more of them may be it: that of a loop with more turns.
@@ -48,10 +52,19 @@ class KnownPrograms:
         found = self.of(signature)
         if len(found) > 1:
             found = sorted(found, key=lambda one: one is not self.last)
-        compiled = _fitting((one for one in found if one.holds(given)), given, assumed, tries=tries)
-        for module, training in compiled.modes if compiled is not None else ():
+        added = ((one, draws.added(given, one.drawn)) for one in found)
+        valid = ((one, all_) for one, all_ in added if all_ is not None and one.holds(all_))
+        fit = _fitting(valid, assumed, tries=tries)
+        if fit is None or assumed is not None:
+            draws.put_back()
+        if fit is None:
+            return None
+        compiled, numbers = fit
+        for module, training in compiled.modes:
             module.training = training
-        return compiled
+        if assumed is not None:  # another candidate may have drawn last
+            numbers = draws.added(given, compiled.drawn) or numbers
+        return compiled, numbers
 
     def of(self, signature: Any) -> list[Compiled[Any]]:
         """The programs of calls with this signature."""
@@ -97,6 +110,17 @@ class KnownPrograms:
             self.drop(one)
         return is_theirs
 
+    def note_trace(self, why: str) -> None:
+        """Note a trace; warn of a value that changes at every call (a switch of a module), and so causes
+        endless traces."""
+        self.num_traces += 1
+        if self.num_traces in (8, 64):
+            warnings.warn(
+                f"the step has been traced {self.num_traces} times: shapes, options of the optimizer, plain "
+                f"attributes of a module, branches or turns of a loop keep changing; the last time {why}",
+                stacklevel=users_level(),
+            )
+
     def _note_forgotten(self) -> None:
         self._num_forgotten += 1
         if self._num_forgotten == 1:
@@ -108,18 +132,13 @@ class KnownPrograms:
             )
 
 
-def _fitting(
-    valid: Iterable[Compiled[Any]],
-    given: Mapping[str, float],
-    assumed: Assumed | None,
-    *,
-    tries: bool,
-) -> Compiled[Any] | None:
+def _fitting(valid: Iterable[Fit], assumed: Assumed | None, *, tries: bool) -> Fit | None:
     """The program for the tensor values of another run; with `tries`, or else the longest that may be."""
     if assumed is None:
         return next(iter(valid), None)
     known = list(valid)
-    if (sure := next((one for one in known if one.takes(given, assumed)), None)) is not None:
-        return sure
-    open_ones = [one for one in known if tries and one.may_take(given, assumed)]
-    return max(open_ones, key=lambda one: one.num_reads, default=None)
+    sure = (fit for fit in known if fit[0].takes(fit[1], assumed))
+    if (found := next(sure, None)) is not None:
+        return found
+    open_ones = [fit for fit in known if tries and fit[0].may_take(fit[1], assumed)]
+    return max(open_ones, key=lambda fit: fit[0].num_reads, default=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -32,10 +31,10 @@ from tutti.modes.known_programs import KnownPrograms
 from tutti.modes.mode import Mode
 from tutti.state.residence import run_device
 from tutti.torch_private.pytrees import tree_flatten, tree_unflatten
-from tutti.user_lines import OnlyUsersFrames, users_level
+from tutti.user_lines import OnlyUsersFrames
 
 # A program, and the numbers of a call.
-Found = tuple[Compiled[Any], dict[str, float]]
+Found = tuple[Compiled[Any], Mapping[str, float]]
 Call = tuple[list[Any], Any, tuple[Any, ...]]  # the leaves of its batch, their form, and the batch
 
 
@@ -53,7 +52,7 @@ class Programs:
         self._numbers = Numbers(job.optimizer)
         self.known = KnownPrograms(mode.signature)
         self._changing = ChangingLeaves()
-        self._num_made = self.num_traces = 0
+        self._num_made = 0
         self.ahead: SlotsAhead | None = None
 
     def call(self, batch: tuple[Any, ...]) -> tuple[Call, Found | None]:
@@ -62,6 +61,7 @@ class Programs:
         The arguments that the step gets as they are have become values of it.
         """
         python = self._running.python
+        python.draws.begin()
         while True:
             given = python.handed(batch)
             call = (*_flattened(given), given)
@@ -75,11 +75,15 @@ class Programs:
 
     def found(self, leaves: list[Any], form: Any, batch: tuple[Any, ...]) -> Found | None:
         """The program of a call like an eager one, and its numbers; None if it is eager, too."""
+        draws = self._running.python.draws
+        draws.begin()
         try:
             return self._find(leaves, form, batch)
         except SlotsAhead as error:
             self.ahead = error
             return None
+        finally:
+            draws.put_back()  # the next call draws
 
     def played(
         self,
@@ -145,9 +149,9 @@ class Programs:
         program that reads more of them may be it: that of a loop with more turns.
         """
         given = self._changing.replaced(leaves, form)
-        made, numbers, signature = self._known(given, form, assumed, tries)
-        if made is not None:
-            return made, numbers
+        found, signature = self._known(given, form, assumed, tries)
+        if found is not None:
+            return found
         trial = self._changing.trial(given, form, signature, self.known.signatures)
         try:
             if trial is not None:
@@ -168,19 +172,23 @@ class Programs:
 
     def _known(
         self, leaves: list[Any], form: Any, assumed: Assumed | None, tries: bool
-    ) -> tuple[Compiled[Any] | None, dict[str, float], Any]:
-        """The program of a call, if there is one, the call's numbers and its signature."""
+    ) -> tuple[Found | None, Any]:
+        """The program of a call, if there is one, with its numbers; the signature of the call."""
         signature, numbers = self._called(leaves, form)
-        return self.known.fitting(signature, numbers, assumed, tries=tries), numbers, signature
+        running = self._running
+        found = self.known.fitting(signature, numbers, running.python.draws, assumed, tries=tries)
+        if found is not None and (drawn := found[0].drawn):
+            running.divergence.given(leaves, {**found[1], **drawn.constants}, running.num_steps)
+        return found, signature
 
     def _known_or_compiled(
         self, leaves: list[Any], form: Any, batch: Any, assumed: Assumed | None, tries: bool
     ) -> Found:
-        made, numbers, _ = self._known(leaves, form, assumed, tries)
-        if made is None:
-            made, numbers = self._compiled(leaves, form, batch, assumed)
+        found, _ = self._known(leaves, form, assumed, tries)
+        if found is None:
+            found = self._compiled(leaves, form, batch, assumed)
             self._changing.note_program(leaves, form)
-        return made, numbers
+        return found
 
     def _tried(
         self, trial: Trial, own: list[Any], form: Any, batch: Any, assumed: Assumed | None
@@ -250,9 +258,12 @@ class Programs:
         if not made.program.captured.other_modes:
             numbers = self._enter(made, leaves, form, walk=was_traced)
         if was_traced:
-            self._warn_of_retraces(f"{why}{made.program.captured.reads.hint}")
+            self.known.note_trace(f"{why}{made.program.captured.reads.hint}")
         self.known.keep_few(made)
-        return made, self._numbers.of(leaves, numbers)
+        given = running.python.draws.added(self._numbers.of(leaves, numbers), made.drawn)
+        assert given is not None
+        running.divergence.given(leaves, {**given, **made.drawn.constants}, running.num_steps)
+        return made, given
 
     def ended(self, compiled: Compiled[Any], num_steps: int) -> None:
         """Note a call of `compiled`, after `num_steps` others; set `requires_grad` as the step leaves it."""
@@ -278,17 +289,6 @@ class Programs:
     def _kind(self, leaves: list[Any], form: Any, python: int) -> Any:
         """The common key of calls that differ only in sizes and inputs."""
         return self._signatures.of(leaves, form, python, sized=False)
-
-    def _warn_of_retraces(self, why: str) -> None:
-        """Warn of a value that changes at every call (a switch of a module) and so causes endless traces."""
-        self.num_traces += 1
-        count = self.num_traces
-        if count in (8, 64):
-            warnings.warn(
-                f"the step has been traced {count} times: shapes, options of the optimizer, plain "
-                f"attributes of a module, branches or turns of a loop keep changing; the last time {why}",
-                stacklevel=users_level(),
-            )
 
 
 def _flattened(batch: tuple[Any, ...]) -> tuple[list[Any], Any]:

@@ -16,6 +16,7 @@ from tutti.calls.guards import MOST_WAYS, ReadGuard, no_way
 from tutti.capture.forms import flattened, returnable
 from tutti.capture.handed import arguments_of, rebuilt
 from tutti.capture.python.assumed_values import Assumed
+from tutti.capture.python.drawn_numbers import kept
 from tutti.capture.python.plain_values import is_number
 from tutti.capture.python.python_state import Findings, PythonState
 from tutti.capture.state.found_gradients import found_gradients
@@ -113,6 +114,7 @@ def feed_of(captured: Captured, optimizer: Any, batch: tuple[Any, ...]) -> dict[
     tensors = [x.detach() for x in tree_leaves(batch) if isinstance(x, Tensor)]
     python = {n.name: n.value for n in captured.numbers}
     feed: dict[str, Any] = dict(numbers(optimizer, tree_leaves(batch), python))
+    feed |= captured.drawn.peeked()
     return feed | {f"batch.{i}": x for i, x in enumerate(tensors)}
 
 
@@ -352,7 +354,8 @@ class CaptureComparison:
         trained = self.train_step, self.model, optimizers_of(self.optimizer)
         python = PythonState(*trained, Findings(), arguments_of(self.batch))
         outside = {name: entry.get() for name, entry in self.captured.outside.items()}
-        with python.restored(), hooks_kept(self.model):
+        generators = self.captured.drawn.generators().values()
+        with python.restored(), hooks_kept(self.model), kept(generators):
             try:
                 self._run(steps)
             finally:
@@ -380,12 +383,13 @@ class CaptureComparison:
                 result = eagerly(*given, seed=self.seed, step=k, precision=self.precision)
                 eager, _ = flattened(returnable(result))
             eager += [x for e in self.captured.effects for x in e.results_now()]
-            kept = [x.detach().clone() if isinstance(x, Tensor) else x for x in eager]
+            results = [x.detach().clone() if isinstance(x, Tensor) else x for x in eager]
             now = snapshot(self.captured, self.model, self.optimizer)
-            self.eager.append(Made(kept, found, {n: now[n] for n in self.captured.updated}))
+            self.eager.append(Made(results, found, {n: now[n] for n in self.captured.updated}))
             for i, (a, b) in enumerate(zip(out, eager, strict=True)):
                 self._add_returned(i, k, a, b)
             self.steps = k + 1
+            feed = {**feed, **self.captured.drawn.peeked()}
             if not plays_again(self.captured, feed):
                 break
         self._changes(mine)

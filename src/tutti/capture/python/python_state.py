@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from tutti.capture.python.appended import Appended, TraceAgain, is_longer, put_in_place
 from tutti.capture.python.contents import contents, refused_change
+from tutti.capture.python.drawn_numbers import Draw, DrawnNumber
 from tutti.capture.python.held_values import (
     END,
     ITEM,
@@ -150,6 +151,8 @@ class Findings:
         loops: the lines of reads in loops.
         kinds: the classes of containers in batches, of which the step may call methods; in order.
         gradients: the questions of traces about gradients that earlier calls have left.
+        draws: the random numbers that a trace has drawn from the host's generators.
+        constant_draws: those whose values Python reads.
     """
 
     varying: set[str] = field(default_factory=set)
@@ -162,6 +165,8 @@ class Findings:
     loops: set[Site] = field(default_factory=set)
     kinds: dict[type, None] = field(default_factory=dict)
     gradients: set[tuple[str, str]] = field(default_factory=set)
+    draws: tuple[Draw, ...] = ()
+    constant_draws: set[Draw] = field(default_factory=set)
     _expected: bool = False
 
     def is_unread(self, name: str) -> bool:
@@ -184,6 +189,17 @@ class Findings:
             self.varying |= state.likely()
             self._expected = True
             state.find_inputs()
+
+    def expect_draws(self, found: Sequence[DrawnNumber]) -> bool:
+        """Expect these draws in the next trace; whether they differ from those expected before."""
+        before, self.draws = self.draws, tuple(one.draw for one in found)
+        return self.draws != before
+
+    def fix_draws(self, draws: Iterable[Draw]) -> bool:
+        """Make constants of these inputs; whether there are any."""
+        count = len(self.constant_draws)
+        self.constant_draws |= {*draws}
+        return len(self.constant_draws) > count
 
     def fix(self, inputs: Sequence[Number]) -> bool:
         """After a failed trace: make constants of the whole numbers among its inputs, or of all."""
