@@ -20,7 +20,7 @@ from tutti.capture.python.python_state import Findings
 from tutti.capture.state.first_form import make_slots
 from tutti.capture.state.lift import state_of
 from tutti.capture.step import Captured, capture
-from tutti.environment import LINGER, LISTEN, RECORDS, REPAIR, RUN_DIR
+from tutti.environment import LEASE, LINGER, LISTEN, RECORDS, REPAIR, RUN_DIR
 from tutti.job import Job
 from tutti.launch import roles
 from tutti.launch.records import Noted, write_record
@@ -80,6 +80,7 @@ def serve(job: Job, role: Role, batch: tuple[Any, ...], num_steps: int) -> None:
         tls=roles.tls(),
         directory=_records(role),
         repair=REPAIR.read(),
+        lease_seconds=LEASE.read(),
     )
     roles.publish(role, service.address)
     rank = role.rank(layout)

@@ -171,10 +171,13 @@ def test_a_run_that_goes_on_from_a_checkpoint_counts_on(made: int, clock: int, a
 
 
 def test_servers_begin_where_the_checkpoint_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the lease of the environment."""
     found: list[int] = []
+    monkeypatch.setenv("TUTTI_LEASE", "17")
 
-    def service(*_: Any, version: int, **__: Any) -> Any:
+    def service(*_: Any, version: int, lease_seconds: float, **__: Any) -> Any:
         found.append(version)
+        assert lease_seconds == 17.0
         raise KeyboardInterrupt
 
     monkeypatch.setattr(server_side, "Service", service)
