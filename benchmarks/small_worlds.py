@@ -40,7 +40,7 @@ from tutti.server.protocol.keys import VariableBlock, blocks
 from tutti.server.protocol.ledger import Applied, Closed, Ledger, Record, initial
 from tutti.server.protocol.machine import Machine
 from tutti.server.protocol.messages import Push, TensorPart
-from tutti.server.protocol.session import Session
+from tutti.server.protocol.session import Fenced, Session
 from tutti.server.protocol.update import WEIGHT, ServedVariable
 
 # Each push adds a power of this to the weights: digits say how often it counts.
@@ -286,7 +286,7 @@ class Worlds:
             asked = next(script)
             for replies in history:
                 asked = script.send(replies)
-        except StopIteration:
+        except (StopIteration, Fenced):  # one that was given up while workers update together ends
             asked, done = {}, True
         acknowledged = frozenset(taken)
         return Life(worker, incarnation, history, session, script, acknowledged, asked, {}, done)

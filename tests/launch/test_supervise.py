@@ -74,11 +74,12 @@ def played(
     *,
     steps: int = 4,
     wrong: str = "nobody",
+    **environment: str,
 ) -> tuple[int, str]:
     """The exit code of a run, and all that its processes wrote."""
     layout = Layout.parse(text)
     words = [str(SCRIPT), str(directory), str(steps), wrong]
-    environment = {"TUTTI_TIMEOUT": "60", "OMP_NUM_THREADS": "1"}
+    environment = {"TUTTI_TIMEOUT": "60", "OMP_NUM_THREADS": "1"} | environment
     made = Run(layout, roles_of(layout), words, environment=environment, log_dir=directory / "logs")
     if play is not None:
         Thread(target=play, args=(directory,), daemon=True).start()

@@ -121,6 +121,25 @@ def test_servers_serve_until_the_workers_have_saved(tmp_path: Path, sync: str) -
     assert saved(tmp_path)[-1] < STEPS
 
 
+def test_a_worker_that_is_lost_under_step_leaves_no_step_without_its_rows(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """The others end with an error, and the checkpoint goes on with the losses of an undisturbed run."""
+    process = started(tmp_path, "replica=2 server=1 sync=step", TUTTI_LEASE="2")
+    wait_for(tmp_path, 6, process)
+    (run_dir,) = (tmp_path / "tmp").glob("tutti-*")
+    pid = read_script(run_dir, 1)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    out, err = process.communicate(timeout=RUN_SECONDS)
+    assert process.returncode == 1 and "rank 1 died (signal 9)" in err, out + err
+    found, expected = losses(tmp_path), undisturbed(ranks, tmp_path, "data=2")
+    assert max(found) < STEPS and saved(tmp_path)[-1] >= 4
+    for some in (found, finished(ranks, tmp_path, "data=2")):
+        for k, loss in some.items():
+            assert float.fromhex(loss) == pytest.approx(float.fromhex(expected[k]), rel=1e-5), k
+
+
 @pytest.mark.parametrize("number", [None, signal.SIGTERM])
 def test_the_first_remaining_worker_saves(tmp_path: Path, number: int | None) -> None:
     process = started(

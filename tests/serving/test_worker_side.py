@@ -13,6 +13,7 @@ from torch import Tensor
 import tutti
 from server.split.test_rows import Tables, batch, train_step
 from tutti.environment import ROLE, SERVERS
+from tutti.errors import ServerError
 from tutti.replicas.replica_rows import rows as rows_of_replica
 from tutti.server.protocol.session import Pushed
 from tutti.server.split.updater import GraphUpdater
@@ -99,3 +100,26 @@ def test_a_large_table_is_pulled_and_pushed_by_row(
     for name, p in plain.named_parameters():
         torch.testing.assert_close(OneServer.state[name]["weight"], p.detach(), rtol=0, atol=1e-12)
     assert not optimizer.state
+
+
+def test_a_worker_at_another_step_than_the_others_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that was started again, or comes late: its batch is not the one of the others' step."""
+
+    class Elsewhere(OneServer):
+        alone, clock = False, 3
+
+    monkeypatch.setenv(ROLE.name, "worker 0")
+    monkeypatch.setenv(SERVERS.name, "nowhere:1")
+    monkeypatch.setattr(worker_side, "Client", Elsewhere)
+    monkeypatch.setattr(worker_side, "_JOINED", [])
+    monkeypatch.setattr(worker_side, "at_good_end", lambda _: None)
+    torch.manual_seed(0)
+    model = Tables().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    Elsewhere.asked = []
+    step = tutti.distribute(train_step, model, optimizer, "replica=2 server=1 sync=step")
+    with pytest.raises(ServerError, match="comes with step 0, and the others are at step 3"):
+        step(*batch(0))
+    assert not Elsewhere.asked

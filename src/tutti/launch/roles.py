@@ -1,7 +1,7 @@
 """The role of this process in a run with servers: a worker or a server, its number, the servers' addresses.
 
 Environment variables define it (`environment.py`). Without TUTTI_SERVERS the servers of one host write their
-addresses to the run's directory.
+addresses, and their ends, to the run's directory.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tutti.server.wire.connections.tls import Tls
 
 WORKER, SERVER = "worker", "server"
 _POLL_SECONDS = 0.05
+_ENDED = ".ended"
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,19 @@ def published(role: Role) -> str:
     """The earlier address of a server of this host; "" if it has none."""
     path = _address_file(role.number)
     return path.read_text() if path is not None and path.exists() else ""
+
+
+def publish_end(role: Role) -> None:
+    """Tell the workers of this host that a server has ended in good order: it does not come back."""
+    path = _address_file(role.number)
+    if path is not None:
+        path.with_suffix(_ENDED).touch()
+
+
+def has_ended(server: int) -> bool:
+    """Whether a server of this host has ended in good order."""
+    path = _address_file(server)
+    return path is not None and path.with_suffix(_ENDED).exists()
 
 
 def addresses(layout: Layout) -> list[str]:

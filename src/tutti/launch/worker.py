@@ -142,7 +142,9 @@ def _failure(exc: BaseException, rank: int, seconds: float) -> Failure:
         is_comm=is_comm,
         line=user_line(stack),
         collective=in_collective,
-        said=traceback.format_exception_only(exc)[0].partition("\n")[0],
+        said=(error_text(exc) if is_tutti else traceback.format_exception_only(exc)[0]).partition(
+            "\n"
+        )[0],
     )
 
 

@@ -72,7 +72,7 @@ def serve(job: Job, role: Role, batch: tuple[Any, ...], num_steps: int) -> None:
         whole_state(job.model, job.optimizer, {v.name for v in updater.variables}),
         _address(role),
         consistency=due,
-        version=num_steps if due.both else 0,
+        version=0 if due.alone(0) else num_steps,
         num_workers=layout.num_replicas,
         server=role.number,
         num_servers=layout.server,
@@ -86,6 +86,7 @@ def serve(job: Job, role: Role, batch: tuple[Any, ...], num_steps: int) -> None:
     rank = role.rank(layout)
     threading.Thread(target=_stop_when_left, args=(service, rank), daemon=True).start()
     service.run()
+    roles.publish_end(role)
 
 
 def whole_state(model: nn.Module, optimizer: Any, names: set[str]) -> dict[str, dict[str, Tensor]]:

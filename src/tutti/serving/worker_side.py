@@ -62,6 +62,7 @@ class WorkerSide:
         self._edits = Edits([])
         self._absent = AbsentTables((), None)
         self._apart = self.consistency.alone(0)
+        self._begun = False
         keep_freed_memory()
 
     @property
@@ -164,9 +165,8 @@ class WorkerSide:
         tables = {x.table: x.unique(_named(tensors)) for x in worked.part.lookups}
         read = {x.table: _room(x, state[x.table]) for x in worked.part.lookups}
         wanted = {n: Rows(rows, read[n][: len(rows)]) for n, (rows, _) in tables.items()}
+        self._check_begin(num_steps)
         self._pull(state, wanted, whole=whole)
-        if worked.apart != self.apart:
-            raise self._given_up()
         captured = worked.program.captured
         outside = captured.outside
         inputs: list[Any] = [
@@ -336,11 +336,28 @@ class WorkerSide:
             secret=roles.secret(),
             tls=roles.tls(),
             traffic=self.consistency.traffic,
+            has_ended=roles.has_ended,
         )
         client.join()
         self.client = client
         # under `step` the others must not go on without the rows of a worker whose script has failed
         (atexit.register if self.consistency.apart else at_good_end)(client.leave)
+
+    def _check_begin(self, num_steps: int) -> None:
+        """Refuse a worker that comes to updates together at another step than the others.
+
+        Raises:
+            ServerError: it was started again, or late, and the others are elsewhere.
+        """
+        client, begun, self._begun = self.client, self._begun, True
+        if begun or client is None or client.alone or client.clock == num_steps:
+            return
+        raise ServerError(
+            f"{self.role} comes with step {num_steps}, and the others are at step {client.clock}",
+            at=quoted(user_line()),
+            why="while workers update together, each update is made of the rows of one batch",
+            fix="start all workers and servers again, from one checkpoint",
+        )
 
     @property
     def _tables(self) -> frozenset[str] | None:
@@ -378,9 +395,7 @@ class WorkerSide:
         numbers: Mapping[str, float],
     ) -> None:
         names = worked.updater.numbers if worked.apart else worked.updater.given
-        pushed = client.push(gradients, {n: numbers[n] for n in names})
-        if not pushed.taken and not worked.apart:
-            raise self._given_up()
+        client.push(gradients, {n: numbers[n] for n in names})
 
     def _told(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """The first rank's numbers, and whether workers are apart."""
@@ -388,14 +403,6 @@ class WorkerSide:
         found = self.worker_ranks.told({**numbers, **own})
         self._apart = bool(found.pop(_APART))
         return found
-
-    def _given_up(self) -> ServerError:
-        first = f"the first {self.consistency.after} steps of " if self.consistency.both else ""
-        return ServerError(
-            f"{self.role} was not heard of, and the others have gone on without it",
-            why=f"with {first}sync={self.consistency} each update is made of the gradients of one clock",
-            fix="start the run again from a checkpoint, or sync=async",
-        )
 
     def _add(self, _name: str, values: Tensor) -> Tensor:
         return self.worker_ranks.sum(

@@ -123,7 +123,7 @@ def test_a_worker_that_leaves_releases_its_clock() -> None:
 
 def test_what_is_known_of_the_workers() -> None:
     """One that has not come may still do so, until the wait is over."""
-    desk = Desk(num_workers=3)
+    desk = Desk("async", num_workers=3)
     desk.join(1)
     asked = desk.ask(m.Status, OBSERVER)
     assert asked.workers == (1,) and asked.gone == () and asked.heard == {}
@@ -137,8 +137,9 @@ def test_what_is_known_of_the_workers() -> None:
     assert desk.ask(m.Status, OBSERVER).gone == (0, 1, 2)
 
 
-def test_a_worker_that_is_silent_for_its_lease_releases_its_clock() -> None:
-    desk = Desk("step")
+@pytest.mark.parametrize("sync", ["async(after=1)", "bounded(2, after=1)"])
+def test_a_worker_that_is_silent_for_its_lease_releases_its_clock(sync: str) -> None:
+    desk = Desk(sync)
     desk.join(0), desk.join(1)
     desk.push(0, 1)
     assert desk.pull(0, 1) is None
@@ -149,6 +150,32 @@ def test_a_worker_that_is_silent_for_its_lease_releases_its_clock() -> None:
     assert source == 0 and answer.version == 1  # type: ignore[union-attr]
     late = desk.push(1, 1)
     assert late.reason == m.FENCED and late.incarnation == 1 and late.sequence == 0
+
+
+def test_step_waits_for_a_silent_worker() -> None:
+    """Its update is the one of the whole batch, however late a worker is."""
+    desk, start = Desk("step"), whole_state(Sgd())
+    desk.join(0), desk.join(1)
+    made = [gradient(weights_of(start), w, 0) for w in range(2)]
+    desk.push(0, 1, made=made[0])
+    assert desk.pull(0, 1) is None
+    for now in range(100):
+        desk.now = float(now)
+        assert not desk.machine.tick(desk.now)
+    assert desk.machine.silent(desk.now) == [0, 1]
+    assert desk.push(1, 1, made=made[1]).sequence == 1 and desk.others[0].version == 1
+    plain_step(desk.updater, start, {n: made[0][n] + made[1][n] for n in made[0]}, LR)
+    assert same(desk.weights(), start)
+
+
+def test_a_next_life_under_step_must_not_skip_an_update() -> None:
+    """Its last life pushed to another server alone."""
+    desk = Desk("step")
+    desk.join(0), desk.join(1)
+    length = len(desk.journal)
+    refused = desk.join(0, 2, clock=1)
+    assert refused.reason == m.WRONG and "its rows of step 0 are missing here" in refused.text
+    assert len(desk.journal) == length and desk.join(0, 2, clock=0).clock == 0
 
 
 def test_without_one_worker_the_others_stand_for_it() -> None:
@@ -218,7 +245,7 @@ def test_no_clock_ends_before_all_have_joined() -> None:
 
 
 def test_one_that_never_joins_is_waited_for_a_minute() -> None:
-    desk = Desk("step")
+    desk = Desk("async(after=1)")
     desk.join(0)
     desk.push(0, 1)
     assert desk.pull(0, 1) is None
@@ -229,6 +256,19 @@ def test_one_that_never_joins_is_waited_for_a_minute() -> None:
         assert not desk.machine.tick(desk.now)
     ((source, answer),) = desk.machine.tick(GATHER_SECONDS + 1)
     assert source == 0 and answer.version == 1  # type: ignore[union-attr]
+
+
+def test_step_waits_for_a_worker_that_has_not_joined() -> None:
+    """Without one that waits for it, the servers do not."""
+    desk = Desk("step")
+    desk.join(0)
+    desk.push(0, 1)
+    desk.machine.tick(0.0)
+    assert not desk.machine.tick(10 * GATHER_SECONDS) and not desk.machine.ledger.started
+    desk.ask(m.Leave, 0)
+    desk.machine.tick(10 * GATHER_SECONDS)
+    desk.machine.tick(11 * GATHER_SECONDS + 1)
+    assert desk.machine.ledger.started
 
 
 def test_a_push_that_comes_twice_is_answered_twice_and_done_once() -> None:

@@ -192,4 +192,4 @@ def test_servers_begin_where_the_checkpoint_ends(monkeypatch: pytest.MonkeyPatch
         step.num_steps = 7
         with pytest.raises(KeyboardInterrupt):
             step(*batch(0, 12))
-    assert found == [7, 0, 0]
+    assert found == [7, 0, 7]

@@ -22,7 +22,7 @@ WORLDS = [
     (Bounds("async(after=1)", pushes=2, server_crashes=1), 1500),
     (Bounds("step", pushes=2, drops=1, server_crashes=1), 2000),
     (Bounds("step", worker_crashes=1), 3000),
-    (Bounds("step", leases=1, drops=1), 5000),
+    (Bounds("async(after=1)", leases=1, drops=1), 4000),
     (Bounds("step", servers=2), 4000),
     (Bounds("step", servers=2, workers=1, coupled=True, server_crashes=1, drops=1), 400),
 ]

@@ -21,12 +21,13 @@ from server.protocol.updaters import (
     own_numbers,
     whole_state,
 )
+from tutti.errors import ServerError
 from tutti.server.protocol import messages as m
 from tutti.server.protocol.consistency import Consistency
 from tutti.server.protocol.ledger import Ledger, Record, initial
 from tutti.server.protocol.machine import Machine
 from tutti.server.protocol.messages import TensorPart
-from tutti.server.protocol.session import Session
+from tutti.server.protocol.session import Fenced, Session
 
 RESEND_SECONDS, SLOW = 0.4, 20.0
 
@@ -237,6 +238,13 @@ class World:
         except StopIteration:
             actor.done = True
             return
+        except Fenced:  # it was given up while workers update together
+            actor.dead = True
+            return
+        except ServerError:  # its last life has pushed to some servers only
+            assert self.consistency == Consistency() and actor.session.incarnation > 1
+            self._stop()
+            return
         actor.got, actor.number = {}, next(self._numbers)
         self._ask(actor, actor.number)
 
@@ -273,5 +281,18 @@ class World:
 
     def _kill(self, actor: Actor, again: bool) -> None:
         actor.dead, self.kill_worker = True, None
-        if again:
+        if not again and not self.consistency.apart:
+            self._stop()
+        elif again:
             self.actors.append(self._start_worker(actor.worker, actor.session.incarnation + 1))
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last life of every worker has made all of its steps."""
+        last = {a.worker: a for a in self.actors}
+        return all(a.done for a in last.values())
+
+    def _stop(self) -> None:
+        """As the launcher, or a server, does when a worker is lost that the others need."""
+        for actor in self.actors:
+            actor.dead = True

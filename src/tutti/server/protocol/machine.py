@@ -25,6 +25,7 @@ from tutti.server.protocol.check import (
     check_push,
     check_rows,
     check_settle,
+    wrong,
 )
 from tutti.server.protocol.keys import named
 from tutti.server.protocol.ledger import (
@@ -59,8 +60,9 @@ class Machine:
         ledger: its state.
         journal: makes a record durable beyond this process; called before the ledger takes the record.
         num_servers: with several, the workers bring the sums of a coupled update (`Settle`).
-        lease_seconds: a worker that is silent for so long has left.
-        gather_seconds: how long to wait for all other workers after the first.
+        lease_seconds: a worker that is silent for so long has left; under `step`, whose updates need the rows
+            of every worker, it is waited for.
+        gather_seconds: how long to wait for all other workers after the first; under `step` without limit.
     """
 
     ledger: Ledger
@@ -95,23 +97,30 @@ class Machine:
         return answers + (self._go_on() if isinstance(request, _MOVES) else [])
 
     def tick(self, now: float) -> Answers:
-        """The answers that the passing of time makes possible: leases end."""
-        ended = [
-            (worker, member)
-            for worker, member in self.ledger.active().items()
-            if self._leases.setdefault(worker, now + self.lease_seconds) <= now
-        ]
-        for worker, member in ended:
-            self._decide(Departed(worker, member.incarnation))
+        """The answers that the passing of time makes possible: leases end, but not under `step`."""
+        active, ended = self.ledger.active(), self.silent(now)
+        ended = ended if self.ledger.consistency.apart else []
+        for worker in ended:
+            self._decide(Departed(worker, active[worker].incarnation))
         if self._gathered(now):
             self._decide(JoiningEnded())
         elif not ended:
             return []
         return self._go_on()
 
+    def silent(self, now: float) -> list[int]:
+        """The present workers whose lease is over."""
+        return [
+            worker
+            for worker in self.ledger.active()
+            if self._leases.setdefault(worker, now + self.lease_seconds) <= now
+        ]
+
     def _gathered(self, now: float) -> bool:
-        """Whether the wait for workers that never joined is over."""
+        """Whether the wait for workers that never joined is over; under `step` present workers need them."""
         if self.ledger.started or not self.ledger.members:
+            return False
+        if not self.ledger.consistency.apart and self.ledger.active():
             return False
         self._begun_at = now if self._begun_at is None else self._begun_at
         return now - self._begun_at > self.gather_seconds
@@ -207,6 +216,12 @@ class Machine:
         ledger, known = self.ledger, self.ledger.members.get(join.worker)
         if refused := check_join(ledger, join):
             return refused
+        first = ledger.first_clock(join.worker)
+        if join.clock > first and not ledger.consistency.apart:
+            return wrong(
+                f"worker {join.worker} would begin at step {join.clock}, and its rows of step {first} are "
+                "missing here, though another server has them"
+            )
         if known and join.incarnation < known.incarnation:
             return _refused(FENCED, f"worker {join.worker} has been replaced", known)
         if known and join.incarnation == known.incarnation:
@@ -215,8 +230,7 @@ class Machine:
             if join.clock > known.clock and not known.sequence:
                 self._decide(Entered(join.worker, join.incarnation, join.clock))
         else:
-            clock = max(ledger.first_clock(join.worker), join.clock)
-            self._decide(Entered(join.worker, join.incarnation, clock))
+            self._decide(Entered(join.worker, join.incarnation, max(first, join.clock)))
         member = ledger.members[join.worker]
         return m.JoinReply(
             clock=member.clock,

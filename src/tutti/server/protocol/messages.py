@@ -217,6 +217,7 @@ class Refused:
 
     fenced: another incarnation has the worker's place, or its lease has ended.  wrong: never send this again.
     short: the server lacks a resource (`text`: descriptors, room for records); it has done nothing.
+    over: the server ends, since the run cannot go on (`text`: which worker is lost).
     """
 
     reason: str
@@ -225,5 +226,5 @@ class Refused:
     sequence: int = 0
 
 
-FENCED, WRONG, SHORT = "fenced", "wrong", "short"
+FENCED, WRONG, SHORT, OVER = "fenced", "wrong", "short", "over"
 Reply = Shared | JoinReply | Done | Weights | Partial | Total | Figures | Refused

@@ -27,7 +27,7 @@ _NOTHING = torch.zeros(1, dtype=torch.float64)
 
 
 class Fenced(Exception):
-    """A server has dropped this incarnation; `newer`: another has taken its place."""
+    """A server has dropped this incarnation: its lease was over, or another has taken its place."""
 
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.text)
@@ -193,8 +193,15 @@ class Session:
         )
 
     def _again(self, fenced: Fenced) -> Asking[None]:
+        """Begin anew after the lease was over.
+
+        Raises:
+            Fenced: workers update together: the others have made an update without this one's rows.
+        """
         if fenced.refused.incarnation > self.incarnation:
             raise self._replaced()
+        if not self.alone:
+            raise fenced
         self.incarnation += 1
         yield from self.join(again=True)
 

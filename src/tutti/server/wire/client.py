@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -13,23 +14,26 @@ import torch
 from torch import Tensor
 
 from tutti.comm.collectives.group import collective_timeout
+from tutti.environment import LEASE
 from tutti.errors import CommError, ServerError
 from tutti.server.protocol import messages as m
 from tutti.server.protocol.consistency import Consistency
 from tutti.server.protocol.feedback import Feedback
 from tutti.server.protocol.keys import BLOCK_NBYTES, VariableBlock, blocks
-from tutti.server.protocol.machine import BEAT_SECONDS, LEASE_SECONDS, OBSERVER
+from tutti.server.protocol.machine import OBSERVER
 from tutti.server.protocol.messages import TensorPart
-from tutti.server.protocol.session import Answer, Asking, Pushed, Session
+from tutti.server.protocol.session import Answer, Asking, Fenced, Pushed, Session
 from tutti.server.protocol.table_rows import Rows, inside, own_rows, rows_of, whole
 from tutti.server.protocol.update import WEIGHT, Updater
 from tutti.server.wire.connections.inbox import Limits
 from tutti.server.wire.connections.links import Links, Room
+from tutti.server.wire.connections.run_over import RunOverError, ended
 from tutti.server.wire.connections.secret import checked_secret
 from tutti.server.wire.connections.shortage import ShortError
 from tutti.server.wire.connections.tls import Tls
 from tutti.server.wire.frames.codec import REPLIES
 from tutti.server.wire.frames.frames import Header
+from tutti.server.wire.heartbeats import Heartbeats
 
 Tensors = Mapping[str, Tensor]
 _LOOK_SECONDS = 0.05
@@ -54,6 +58,7 @@ class Client:
         secret, tls: as the servers require.
         timeout_seconds: how long an answer may take; `TUTTI_TIMEOUT` by default.
         traffic: the format of gradients: `fp32`, `bf16` or `int8`, with error feedback.
+        has_ended: whether a server has ended for good, if that is known.
 
     Raises:
         ServerError: there is neither a secret nor certificates.
@@ -71,6 +76,7 @@ class Client:
         timeout_seconds: float | None = None,
         traffic: str = "fp32",
         block_nbytes: int = BLOCK_NBYTES,
+        has_ended: Callable[[int], bool] = lambda server: False,
     ) -> None:
         self.blocks = blocks(updater.variables, len(addresses), nbytes=block_nbytes)
         self._by_variable: dict[str, list[VariableBlock]] = {v.name: [] for v in updater.variables}
@@ -88,15 +94,16 @@ class Client:
         patience = timeout_seconds or collective_timeout().total_seconds()
         context = tls.context(server_side=False) if tls else None
         ends = (list(addresses), checked_secret(secret, tls), context, _limits(self.blocks))
-        self._links = Links(*ends, patience, share=True)
-        self._beat_links = Links(*ends, LEASE_SECONDS)
+        self._has_ended = has_ended
+        self._links = Links(*ends, patience, share=True, over=self._over)
+        self._beats = Heartbeats(
+            self.session, Links(*ends, LEASE.read(), over=self._over), self._links
+        )
         self._feedback = Feedback(traffic)
         self._lock = threading.Lock()
         self._versions: Mapping[int, int] = {}
         self._sums = (0, 0)
         self._refused = False  # whether a server without resources refused the last request
-        self._ended = threading.Event()
-        self._beats: threading.Thread | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._coming: Future[Pulled] | None = None
         self._spare: dict[str, Tensor] = {}
@@ -130,7 +137,6 @@ class Client:
             CommError: a server is unreachable.
         """
         self._run(self.session.join())
-        self._beats = threading.Thread(target=self._beat, daemon=True)
         self._beats.start()
         return self.clock
 
@@ -221,9 +227,10 @@ class Client:
 
         It does not ask a server again that has refused it for lack of a resource.
         """
-        self._ended.set()
+        self._beats.stop()
         if not self._links.failed and not self._refused:
-            self._run(self.session.leave())
+            with suppress(RunOverError):  # nobody is there to be left
+                self._run(self.session.leave())
         self.close()
 
     def pull_state(self) -> dict[str, dict[str, Tensor]]:
@@ -287,14 +294,10 @@ class Client:
 
     def close(self) -> None:
         """Close the connections without a message to the servers; after `leave`, or to give up."""
-        self._ended.set()
-        if self._beats is not None:
-            self._beats.join()
-            self._beats = None
+        self._beats.close()
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
         self._links.close()
-        self._beat_links.close()
 
     def _pull(self, into: Tensors, rows: Mapping[str, Rows], ahead: int = 0) -> Pulled:
         keys: dict[int, list[int]] = {s: [] for s in range(self.session.num_servers)}
@@ -383,17 +386,21 @@ class Client:
             except ShortError:
                 self._refused = True
                 raise
+            except Fenced as error:
+                raise self._missed() from error
 
-    def _beat(self) -> None:
-        """Send a heartbeat every second, over separate connections."""
-        while not self._ended.wait(BEAT_SECONDS):
-            beat = m.Beat(worker=self.session.worker, incarnation=self.session.incarnation)
-            try:
-                self._beat_links.ask(dict.fromkeys(range(self.session.num_servers), beat))
-            except ShortError as error:
-                self._links.fail(error)  # this worker may compute, or wait for another server
-            except (CommError, ServerError):
-                continue  # other requests report the error
+    def _missed(self) -> CommError:
+        """The error for a worker that comes back to updates that the others have made together without it."""
+        silence = self._beats.silence() or "it was not heard of"
+        return CommError(
+            f"the others have gone on without worker {self.session.worker}: {silence}",
+            why="while workers update together, each update is made of the rows of one whole batch",
+            fix="start the run again from a checkpoint; if a process is stopped now and then, set "
+            "TUTTI_LEASE to more seconds",
+        )
+
+    def _over(self, server: int) -> RunOverError | None:
+        return ended(server, self._beats.silence()) if self._has_ended(server) else None
 
 
 def _limits(all_blocks: Sequence[VariableBlock]) -> Limits:

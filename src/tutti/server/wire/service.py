@@ -11,7 +11,7 @@ import logging
 import selectors
 import socket
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,18 @@ from torch import Tensor
 
 from tutti.comm.host.awake import AwakeClock
 from tutti.comm.posts.handshake import RefusedError
+from tutti.errors import TuttiError
 from tutti.server.protocol import messages as m
 from tutti.server.protocol.consistency import Consistency
 from tutti.server.protocol.keys import BLOCK_NBYTES, VariableBlock, blocks
 from tutti.server.protocol.ledger import Ledger, initial
-from tutti.server.protocol.machine import LEASE_SECONDS, Machine
+from tutti.server.protocol.machine import LEASE_SECONDS, OBSERVER, Machine
 from tutti.server.protocol.update import Updater
 from tutti.server.wire.connections.connection import ClosedError, Connection
 from tutti.server.wire.connections.door import Door
 from tutti.server.wire.connections.inbox import Limits
 from tutti.server.wire.connections.region import RegionOffer, wanted
+from tutti.server.wire.connections.run_over import RunOverError, lost
 from tutti.server.wire.connections.secret import checked_secret
 from tutti.server.wire.connections.shortage import ShortError, lack, of_peer
 from tutti.server.wire.connections.tls import Tls
@@ -40,7 +42,7 @@ from tutti.server.wire.records.store import Store, room
 
 _HANDSHAKE_SECONDS = 5.0
 _TICK_SECONDS = 0.25
-# A server that cannot keep its records refuses for so long, or until it has told every worker, then it ends.
+# A server that cannot go on refuses for so long, or until it has told every worker, then it ends.
 _TELLING_SECONDS = (2.0, 30.0)
 # While a server is gone another process may take its port, mostly for a short connection.
 _ADDRESS_SECONDS = 15.0
@@ -51,13 +53,17 @@ _LOG = logging.getLogger("tutti.server")
 
 
 class _Peer:
-    """A connection and its state on the server; `short`: the resource that the server lacks for it."""
+    """A connection and its state on the server.
+
+    short: the resource that the server lacks for it.  worker: whose it is, once it has asked something.
+    """
 
     def __init__(self, name: str, connection: Connection, now: float, short: str) -> None:
         self.name, self.connection, self.since, self.short = name, connection, now, short
         self.slab: Slab | None = None
         self.offer: RegionOffer | None = None
         self.outstanding = 0
+        self.worker: int | None = None
 
 
 class Service:
@@ -141,8 +147,9 @@ class Service:
         # Leases use the clock without suspensions: this process may have been stopped, or busy.
         self._awake, self._now = AwakeClock(2 * _TICK_SECONDS), 0.0
         self._running = True
-        self._failure: ShortError | None = None
+        self._failure: TuttiError | None = None
         self._failed_at, self._told = 0.0, set[int]()
+        self._met, self._lost = set[int](), list[int]()  # workers
 
     def _recover(self, ledger: Ledger) -> None:
         """Continue from an earlier process's records."""
@@ -156,6 +163,7 @@ class Service:
 
         Raises:
             ShortError: the server can no longer keep its records, and has told the workers.
+            RunOverError: a worker is lost under `step`; the others have been told.
         """
         due = self._now
         try:
@@ -192,6 +200,7 @@ class Service:
         if self._failure is None:
             with self._failing():
                 self._answer(self.machine.tick(self._now))
+            self._find_lost()
         elif self._now - self._failed_at >= self._telling_seconds():
             self._running = False
         for peer in list(self._peers.values()):
@@ -200,8 +209,19 @@ class Service:
                 self._drop(peer, "" if peer.short else "it did not finish the handshake")
         self._admit()
 
+    def _find_lost(self) -> None:
+        """Under `step`, whose updates need every worker, end once one has closed its connections and has not
+        come back within its lease. A suspended process keeps its connections: the others wait for it."""
+        if self.machine.ledger.consistency.apart:
+            return
+        here = {peer.worker for peer in self._peers.values()}
+        silent = self.machine.silent(self._now)
+        self._lost = [w for w in silent if w in self._met and w not in here]
+        if self._lost:
+            self._fail(lost(self._lost, self.machine.lease_seconds))
+
     def _telling_seconds(self) -> float:
-        untold = self.machine.ledger.active().keys() - self._told
+        untold = self.machine.ledger.active().keys() - self._told - {*self._lost}
         return _TELLING_SECONDS[bool(untold)]
 
     def _admit(self) -> None:
@@ -257,6 +277,8 @@ class Service:
 
     def _handle(self, peer: _Peer, number: int, request: m.Request) -> None:
         peer.outstanding += 1
+        peer.worker = request.worker if peer.worker in (None, OBSERVER) else peer.worker
+        self._met.add(request.worker)
         if peer.outstanding > _MOST_OUTSTANDING:
             raise MalformedError("too many requests at once")
         if peer.short or self._failure is not None:
@@ -276,28 +298,33 @@ class Service:
 
     @contextlib.contextmanager
     def _failing(self, source: Any = None, request: m.Request | None = None) -> Iterator[None]:
-        """Context of record writes. After a failed write the server decides nothing more: it refuses all
-        waiting requests, and ends once it has told all workers."""
+        """Context of record writes, of which one may fail."""
         try:
             yield
         except ShortError as error:
-            _LOG.error("%s", error)
-            self._failure, self._failed_at = error, self._now
-            waiting = self.machine.dismiss()
-            for (peer, number), asked in [*waiting, (source, request)] if request else waiting:
-                if peer.connection.fileno() >= 0:
-                    self._refuse(peer, number, asked)
+            self._fail(error, [(source, request)] if request else [])
+
+    def _fail(self, error: TuttiError, asked: Sequence[tuple[Any, m.Request]] = ()) -> None:
+        """The server decides nothing more: it refuses all waiting requests, and ends once it has told all
+        workers."""
+        _LOG.error("%s", error)
+        self._failure, self._failed_at = error, self._now
+        for (peer, number), request in [*self.machine.dismiss(), *asked]:
+            if peer.connection.fileno() >= 0:
+                self._refuse(peer, number, request)
 
     def _refuse(self, peer: _Peer, number: int, request: m.Request) -> None:
-        """Refuse, with the lacking resource."""
-        failure = self._failure
+        """Refuse, with the lacking resource, or the lost worker."""
+        failure, reason = self._failure, m.SHORT
         text = f"{failure.what} ({failure.at})" if failure is not None else peer.short
+        if isinstance(failure, RunOverError):
+            reason, text = m.OVER, failure.what
 
         def told() -> None:
             self._told.add(request.worker)
 
         peer.outstanding -= 1
-        peer.connection.send(number, m.Refused(reason=m.SHORT, text=text), done=told)
+        peer.connection.send(number, m.Refused(reason=reason, text=text), done=told)
         self._selector.modify(peer.connection.sock, peer.connection.events, peer)
 
     def _answer(self, answers: list[tuple[Any, m.Reply]]) -> None:

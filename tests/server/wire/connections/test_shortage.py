@@ -241,7 +241,7 @@ def test_a_server_without_descriptors_says_so_and_recovers(
     with client(Sgd(), "async", at, 0) as one:
         one.join()
         push(one)
-        beats = one._beat_links._links[0]
+        beats = one._beats._links._links[0]
         _wait(lambda: beats.connection is not None and beats.connection.opened)  # the second one
         _wait(lambda: _refuses(at))
         pipe.send("turns")

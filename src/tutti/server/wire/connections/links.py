@@ -20,11 +20,12 @@ from torch import Tensor
 from tutti.comm.posts.handshake import RefusedError
 from tutti.errors import CommError, ServerError
 from tutti.server.protocol.machine import OBSERVER
-from tutti.server.protocol.messages import SHORT, Refused, Reply, Request, Share, Shared
+from tutti.server.protocol.messages import OVER, SHORT, Refused, Reply, Request, Share, Shared
 from tutti.server.wire.connections.address import connected
 from tutti.server.wire.connections.connection import Connection
 from tutti.server.wire.connections.inbox import Limits
 from tutti.server.wire.connections.region import accepted, wanted
+from tutti.server.wire.connections.run_over import RunOverError, told
 from tutti.server.wire.connections.shortage import ShortError, lack, of_peer
 from tutti.server.wire.frames.codec import MalformedError
 from tutti.server.wire.frames.frames import Header
@@ -64,6 +65,7 @@ class Links:
         limits: of the servers' messages.
         patience_seconds: how long an answer may take.
         share: put payloads into memory shared with servers of this host.
+        over: the error for a server that has ended for good, or None; asked when it cannot be reached.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Links:
         patience_seconds: float,
         *,
         share: bool = False,
+        over: Callable[[int], RunOverError | None] = lambda server: None,
     ) -> None:
         self._secret, self._tls, self._limits = secret, tls, limits
         self._patience_seconds = patience_seconds
@@ -84,14 +87,15 @@ class Links:
         self._numbers = itertools.count(1)
         self._room: Room | None = None
         self._number = 0
-        self._failure: ServerError | None = None
+        self._failure: ServerError | RunOverError | None = None
+        self._over = over
 
     @property
     def failed(self) -> bool:
         """Whether every `ask` raises now."""
         return self._failure is not None
 
-    def fail(self, error: ServerError) -> None:
+    def fail(self, error: ServerError | RunOverError) -> None:
         """Let every `ask` raise `error`, including a waiting one; any thread may call this."""
         self._failure = error
 
@@ -100,6 +104,7 @@ class Links:
 
         Raises:
             CommError: an answer takes too long.
+            RunOverError: a server has ended, or ends, since the run cannot go on.
             ServerError: a server refuses this worker's secret or certificate.
             ShortError: a server, or this process, lacks a resource.
         """
@@ -132,6 +137,8 @@ class Links:
         if link.request is None:
             return
         if link.connection is None and now >= link.due:
+            if link.delay > _FIRST_DELAY and (over := self._over(link.server)):
+                raise self._end(over)
             self._connect(link, now)
         connection = link.connection
         if connection is not None and connection.opened and not link.sent:
@@ -172,6 +179,8 @@ class Links:
                     why="the server lacks it, not this worker",
                     fix="the server's output says more",
                 )
+            if isinstance(found[1], Refused) and found[1].reason == OVER:
+                raise self._end(told(found[1].text))
             replies[link.server] = found[1]
 
     def _accept(self, connection: Connection, shared: Shared) -> None:
@@ -221,6 +230,11 @@ class Links:
         link.sent = False
         self._selector.register(sock, link.connection.events, link)
         self._try(link, link.connection.write)
+
+    def _end(self, error: RunOverError) -> RunOverError:
+        """Let later requests raise the error, too."""
+        self._failure = error
+        return error
 
     def _lack(self, link: _Link, error: OSError) -> None:
         """Handle a lack of resources of this process while it connects, which may be temporary."""

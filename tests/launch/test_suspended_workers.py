@@ -1,0 +1,71 @@
+"""Workers of servers that are stopped (SIGSTOP) for longer than their lease, and then go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch.test_supervise import SCRIPT, lines, played, process_of, wait_for, wait_for_end
+
+
+def pause(directory: Path, who: str, seconds: float) -> None:
+    pid = process_of(directory, who)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(seconds)
+    os.kill(pid, signal.SIGCONT)
+
+
+def test_under_step_it_changes_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for its rows."""
+    sys.path.insert(0, str(SCRIPT.parent))
+    import served_script
+
+    monkeypatch.delenv("TUTTI_LAYOUT", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+    def play(directory: Path) -> None:
+        wait_for(directory, "worker0", 2)
+        pause(directory, "worker1", 3.0)
+        (directory / "go").touch()
+
+    layout, wrong = "replica=2 server=1 sync=step", "worker1:3"
+    code, said = played(tmp_path, layout, play, steps=6, wrong=wrong, TUTTI_LEASE="1")
+    assert code == 0, said
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    served_script.main(alone, 6, "nobody")
+    expected = torch.tensor(lines(alone, "one", "step"))
+    for who in ("worker0", "worker1"):
+        found = torch.tensor(lines(tmp_path, who, "step"))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_one_that_comes_back_after_the_end_of_the_run_hears_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It does not wait for servers that do not come back, and the report blames nobody else."""
+    awake = []
+
+    def play(directory: Path) -> None:
+        wait_for(directory, "worker1", 2)
+        pid = process_of(directory, "worker1")
+        os.kill(pid, signal.SIGSTOP)
+        (directory / "go").touch()
+        wait_for_end(directory, "worker0")
+        wait_for_end(directory, "server0")
+        os.kill(pid, signal.SIGCONT)
+        awake.append(time.monotonic())
+
+    layout, wrong = "replica=2 server=1 sync=async", "worker0:2,worker1:2"
+    code, _ = played(tmp_path, layout, play, steps=4, wrong=wrong, TUTTI_LEASE="1")
+    assert code == 0 and time.monotonic() - awake[0] < 30
+    said = capfd.readouterr().err
+    assert "rank 1 failed: RunOverError: server 0 has ended, since no worker was left" in said
+    assert "this worker was suspended" in said and "went on without worker 1" in said
+    assert "rank 0" not in said
