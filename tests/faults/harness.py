@@ -35,6 +35,7 @@ LAYOUTS = (
     "pipe=2 micro=2",
     "replica=2 sync=diloco(every=2)",
     "replica=2 server=1 sync=async",
+    "replica=2 server=1 sync=step",
 )
 STEPS = 16
 START_SECONDS, RUN_SECONDS, LEFT_SECONDS = 90.0, 120.0, 20.0
@@ -149,7 +150,7 @@ def _check_end(played: Played, code: int | None, err: str) -> None:
     if code == 0 or not ends.line:
         return
     notes = re.compile(
-        r"replica \d (is lost|has left)|server \d|rank \d has waited |.*Warning: |  |$"
+        r"replica \d (is lost|has left)|server \d|rank \d has waited |step .* measured|.*Warning: |  |$"
     )
     first = next((line for line in err.splitlines() if not notes.match(line)), "")
     played.require(re.match(ends.line, first) is not None, f"its report begins {first!r}")

@@ -61,8 +61,8 @@ class Fault:
 
 
 def apart(layout: str) -> bool:
-    """Whether replicas go on without one that is lost."""
-    return "replica=" in layout
+    """Whether replicas or workers go on without one that is lost."""
+    return "replica=" in layout and "sync=step" not in layout
 
 
 def _signaled(number: int) -> Callable[[Run, random.Random], str]:
@@ -184,8 +184,8 @@ _WELL = Ends((0,))
 
 
 def _of_rank(hit: str) -> str:
-    """ "rank 0" of "rank0"."""
-    return re.sub(r"(\d+)$", r" \1", hit)
+    """ "rank 0" of "rank0"; of "worker0" also the rank that it is."""
+    return re.sub(r"(\d+)$", r" \1", hit).replace("worker", "(worker|rank)")
 
 
 def _killed(layout: str, hit: str) -> Ends:
@@ -217,7 +217,7 @@ def _lacks_descriptors(layout: str, hit: str) -> Ends:
 
 
 def _synchronous(layout: str) -> bool:
-    return not apart(layout)
+    return "replica=" not in layout
 
 
 def _served(layout: str) -> bool:

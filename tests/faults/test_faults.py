@@ -12,7 +12,7 @@ import pytest
 from faults.harness import LAYOUTS, play
 from faults.injected import FAULTS
 
-DATA, ZERO, TENSOR, PIPE, REPLICAS, SERVED = LAYOUTS
+DATA, ZERO, TENSOR, PIPE, REPLICAS, SERVED, TOGETHER = LAYOUTS
 PART = [
     ("a rank is killed", ZERO),
     ("a rank is paused", PIPE),
@@ -25,6 +25,8 @@ PART = [
     ("no descriptors", DATA),
     ("strangers connect", SERVED),
     ("a server is killed", SERVED),
+    ("a rank is killed", TOGETHER),
+    ("a server is killed", TOGETHER),
 ]
 
 
