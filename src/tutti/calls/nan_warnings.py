@@ -31,6 +31,6 @@ class NanWarnings:
         for x in wrong:
             warnings.warn(
                 f"step {step} returned {x}{ago}; run again with {CHECK_NAN}=1 to stop at the first node that "
-                "makes it",
+                "makes it, or at the input that brings it",
                 stacklevel=users_level(),
             )

@@ -103,6 +103,7 @@ class Execution:
         self.graph: fx.Graph | None = None
         self._generated: Generated | None = None
         self._recorded: CudaGraph | None = None
+        self._checked: Checked | None = None
 
     @property
     def generated(self) -> Generated:
@@ -216,10 +217,15 @@ class Execution:
 
     def run_checked(self, inputs: list[Any], step: int) -> tuple[list[Any], list[Any]]:
         """As `run`, node by node; raises at the first NaN or infinity from finite values."""
-        checked = Checked(
+        self._checked = Checked(
             self.program, self.player, self._coordinates, self._loops, self.seed, step
         )
-        return checked.run(inputs)
+        return self._checked.run(inputs)
+
+    def refuse_what_came_in(self) -> None:
+        """Raise if an input of the last `run_checked`, which counts, brought NaN into its results."""
+        if self._checked is not None and self._checked.came_in is not None:
+            raise self._checked.came_in
 
 
 @contextlib.contextmanager

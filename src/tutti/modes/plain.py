@@ -303,6 +303,8 @@ class OnRanks(Compiled[Execution]):
                 return returned
             if errors:
                 raise errors[0]
+        if checked:
+            execution.refuse_what_came_in()
         # The program overwrites most in place.
         if not are_same(updates, [own[at] for at in self.updated]):
             both = zip(self.updated, updates, strict=True)

@@ -87,7 +87,11 @@ class Worked:
             self.sums.begin()
         if checked:
             given = (self.player, self.coordinates, self._loops, seed, step)
-            return Checked(self._local, *given).run(inputs)
+            step_checked = Checked(self._local, *given)
+            found = step_checked.run(inputs)
+            if step_checked.came_in is not None:
+                raise step_checked.came_in
+            return found
         function = self._function
         if self._profile is not None:
             function = self._profile.timing(function, step)
