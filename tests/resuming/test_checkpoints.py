@@ -531,6 +531,7 @@ def test_a_full_disk_costs_a_save_and_nothing_else(alone: Any, tmp_path: Path) -
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "more memory for this process"),
         (OSError(errno.EMFILE, "Too many open files", "x"), "ulimit -n"),
         (OSError(errno.ENOSPC, "No space left on device", "x"), "with room for the checkpoint"),
+        (OSError(errno.EFBIG, "File too large", "x"), "ulimit -f"),
     ],
 )
 def test_the_fix_is_about_what_a_save_lacks(

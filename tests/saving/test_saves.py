@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load, save_file
+from torch import nn
 
 import runs
+import tutti
 from forked import run
 from ranks import Ranks
 from tutti.errors import CheckpointError
@@ -126,6 +128,20 @@ def test_what_fails_on_a_rank_is_said_on_all_and_costs_nothing(
         "cannot write the checkpoint" in full and "at   rank 1" in full and "large" in full.lower()
     )
     runs.assert_same_losses(first[1], runs.on_one_device("sgd", 2)[0][1:])
+
+
+def test_the_error_of_a_file_is_told_and_not_that_of_its_end(tmp_path: Path) -> None:
+    """`torch.save` ends a large file that it cannot write with an error of its own."""
+    model = nn.Linear(200, 200)
+    step = tutti.distribute(lambda m, x: m(x).sum(), model)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="cannot write the checkpoint") as caught:
+            step.save(tmp_path / "saved")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.why == "File too large" and "ulimit -f" in caught.value.fix
 
 
 @pytest.mark.parametrize("where", ["/proc/no", "/sys/no"])

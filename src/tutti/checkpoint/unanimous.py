@@ -19,6 +19,7 @@ _MORE_FILES = "close files, or allow more of them: ulimit -n"
 _FIXES = {
     errno.EMFILE: _MORE_FILES,
     errno.ENFILE: _MORE_FILES,
+    errno.EFBIG: "larger files for this process: ulimit -f",
     errno.ENOMEM: "more memory for this process: fewer ranks on its host, or a higher limit (ulimit -v)",
 }
 _PARTS = ("what", "at", "why", "fix")
@@ -99,6 +100,8 @@ def error_parts(what: str, error: BaseException) -> list[str]:
         return parts_of(error)
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
+    if isinstance(error, RuntimeError):
+        error = _of_the_system(error) or error
     if isinstance(error, OSError) and error.strerror:
         why = error.strerror + (f": {error.filename}" if error.filename else "")
         fix = _FIXES.get(
@@ -109,6 +112,14 @@ def error_parts(what: str, error: BaseException) -> list[str]:
         why = f"{type(error).__name__}: {first}" if first else type(error).__name__
         fix = _FIXES[errno.ENOMEM] if isinstance(error, MemoryError) else ""
     return [what, "", why, fix]
+
+
+def _of_the_system(error: BaseException) -> OSError | None:
+    """The error of the file behind another one: torch.save ends a file that it cannot write by its own."""
+    found: BaseException | None = error
+    while found is not None and not (isinstance(found, OSError) and found.strerror):
+        found = found.__cause__ or found.__context__
+    return found
 
 
 def error_of(parts: Sequence[str], position: int | None = None) -> CheckpointError:

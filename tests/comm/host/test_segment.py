@@ -117,7 +117,7 @@ def test_too_large_a_file_is_said_with_its_size(tmp_path: Path) -> None:
         "except RuntimeError as error: print(error)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == f"{directory()} has no room for 2.1 MB"
+    assert run.stdout.strip() == f"{directory()}: 2.1 MB are more than ulimit -f allows (1.05 MB)"
 
 
 def test_views_of_every_alignment() -> None:

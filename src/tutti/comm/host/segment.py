@@ -12,6 +12,7 @@ import errno
 import json
 import mmap
 import os
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -126,6 +127,9 @@ def map_file(pid: int, fd: int, nbytes: int, at_once: bool = False, inode: int =
 def _said(error: OSError, nbytes: int) -> str:
     """The problem with the directory, in a few words."""
     where = directory()
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if error.errno == errno.EFBIG and most != resource.RLIM_INFINITY:
+        return f"{where}: {format_nbytes(nbytes)} are more than ulimit -f allows ({format_nbytes(most)})"
     if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT):
         return f"{where} has no room for {format_nbytes(nbytes)}"
     return f"{where}: {error.strerror or error}"
