@@ -25,6 +25,7 @@ from tutti.data.sample_errors import (
 )
 from tutti.data.sample_order import BatchSpan, Order, SampleNumbers
 from tutti.data.sample_seeds import batch_seed, generators_kept, sample_seeds, seed_generators
+from tutti.data.sent_batches import no_room, sendable
 from tutti.data.token_windows import TokenWindows
 from tutti.errors import TuttiError
 from tutti.layout import Layout
@@ -187,12 +188,16 @@ def joined(
     except TuttiError:
         raise
     except Exception as error:
-        last = f" to {names[len(samples) - 1]}" if len(samples) > 1 else ""
-        raise failed_collation(error, names[0] + last, worker_number()) from error
+        said = _all_of(names, len(samples))
+        raise no_room(error, said) or failed_collation(error, said, worker_number()) from error
     marks = None
     if request.cuts:
         batch, marks = cut(batch, len(samples), request.first, request.last)
-    return {"batch": batch, "marks": marks}
+    return {"batch": sendable(batch, _all_of(names, len(samples))), "marks": marks}
+
+
+def _all_of(names: Sequence[str], count: int) -> str:
+    return names[0] + (f" to {names[count - 1]}" if count > 1 else "")
 
 
 def may_draw(dataset: Any) -> bool:
