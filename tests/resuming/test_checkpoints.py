@@ -319,8 +319,10 @@ def test_another_model_is_refused(alone: Any, tmp_path: Path) -> None:
     model = nn.Linear(3, 3)
     step = tutti.distribute(lambda model, x: model(x), model)
     other = tutti.Checkpoints(tmp_path / "run", step=step)
-    with pytest.raises(CheckpointError, match="another model"):
+    with pytest.raises(CheckpointError, match="another model") as caught:
         other.restore(strict=False)
+    assert "strict=False leaves out parts of the run, and no tensors" in caught.value.why
+    assert "same model" in caught.value.fix
 
 
 def test_a_folder_with_later_steps_is_refused(alone: Any) -> None:

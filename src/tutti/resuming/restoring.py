@@ -103,7 +103,7 @@ def restore(
         for one in steps.values():
             replaced.enter_context(one.mode.state_replaced())
         for name, one in steps.items():
-            check_fit(one.mode.running, saved.readings[name], ranks)
+            _check_fit(one, saved.readings[name], ranks, strict)
         reader = TreeReader(_tensors(saved, parts, others))
         states = {n: reader.read(trees["parts"][n]) for n in others}
         groups = {n: reader.read(trees["groups"][n]) for n in steps}
@@ -150,6 +150,22 @@ def _check_parts(saved: WholeStep, parts: RunParts, strict: bool) -> str:
             fix="Checkpoints with the same parts, or restore(strict=False) for those that both have",
         )
     return ""
+
+
+def _check_fit(step: Any, saved: Reading, ranks: Unanimous, strict: bool) -> None:
+    """As `check_fit`; without `strict` the error says what that is about."""
+    try:
+        check_fit(step.mode.running, saved, ranks)
+    except CheckpointError as error:
+        if strict:
+            raise
+        why = f"{error.why}; " if error.why else ""
+        raise CheckpointError(
+            error.what,
+            at=error.at,
+            why=f"{why}strict=False leaves out parts of the run, and no tensors of a step",
+            fix=error.fix or "the model and the optimizer of the save",
+        ) from error
 
 
 def _tensors(saved: WholeStep, parts: RunParts, others: list[str]) -> dict[str, Tensor]:
