@@ -148,15 +148,6 @@ ANOMALY = Patch(torch, "set_anomaly_enabled", "a trace has no values to search f
 TENSOR_OF_TENSORS = Patch(
     torch, "tensor", "a tensor made of a list of tensors is refused with its line"
 )
-_SELECTED = "a selection from constants has the shape of their values"
-SELECTIONS = (
-    *(
-        Patch(torch, name, _SELECTED)
-        for name in ("unique", "unique_consecutive", "nonzero", "argwhere")
-    ),
-    *(Patch(Tensor, name, _SELECTED) for name in ("unique", "unique_consecutive")),
-    *(Patch(Tensor, name, _SELECTED, create=True) for name in ("nonzero", "argwhere")),
-)
 FAKE_LOG = Patch(
     LOG,
     "disabled",
@@ -260,7 +251,6 @@ PATCHES = _flat(
     INFERENCE_MODE,
     *(VALIDATE_ARGS, IS_CAUSAL, *RNG_STATES),
     *(NUMPY, DLPACK, REDUCE, FORMAT, ADDRESSES, MANUAL_SEED, ANOMALY, TENSOR_OF_TENSORS, FAKE_LOG),
-    *SELECTIONS,
     *(CONVERSIONS, FAKE_CONVERSIONS, FAKE_READS, ITEM_MEMO),
     *(MATH, EQUALITY, POWERS, SCHEDULER_FLOAT, TENSOR_OF_SYMBOLS),
     *(CLOCKS, *ENTROPY, PROCESSES, DEFAULT_GROUP),

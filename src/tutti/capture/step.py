@@ -29,6 +29,7 @@ from tutti.capture.one_process import communicating_ops, one_process
 from tutti.capture.precision import computing, refuse_other_weights
 from tutti.capture.python.appended import TraceAgain
 from tutti.capture.python.assumed_values import Assumed
+from tutti.capture.python.constant_selections import SELECTIONS
 from tutti.capture.python.conversions import conversions_read
 from tutti.capture.python.drawn_numbers import Drawn, Draws
 from tutti.capture.python.fake_checks import constants_are_not_fake
@@ -573,7 +574,7 @@ class _Lifted:
             constants_are_not_fake(),
             symbols_stay(self.symbols),
         ):
-            table = {**communicating_ops(), **OTHER_FORMS}
+            table = {**communicating_ops(), **OTHER_FORMS, **SELECTIONS}
             self.symbols.begin(_Lifted.trace.__code__, lambda: watch.num_nodes)
             traced = trace(self._run, self.inputs, table)
         self.reads, self.drawn = held(traced, self.symbols), self.draws.drawn

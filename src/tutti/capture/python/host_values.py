@@ -20,14 +20,13 @@ from tutti.capture.patch_table import (
     MANUAL_SEED,
     NUMPY,
     REDUCE,
-    SELECTIONS,
     TENSOR_OF_TENSORS,
 )
 from tutti.capture.python.known_values import UNKNOWN, known
 from tutti.errors import CaptureError
 from tutti.graph.edits.patch import Patch, caller, replaced
 from tutti.torch_private.fake_tensors import FakeTensor
-from tutti.torch_private.pytrees import tree_leaves, tree_map_only
+from tutti.torch_private.pytrees import tree_leaves
 from tutti.user_lines import is_users, quoted, user_line
 
 _RAISED: ContextVar[list[CaptureError]] = ContextVar("raised")
@@ -141,25 +140,6 @@ _SEED = _refuse(
 )
 
 
-def _selection(patch: Patch) -> Callable[..., Any]:
-    """A function whose result has as many elements as values say: of constants it is one."""
-    plain: Callable[..., Any] = getattr(patch.owner, patch.name)
-
-    def select(x: Any, *args: Any, **options: Any) -> Any:
-        found = UNKNOWN
-        if isinstance(x, FakeTensor):
-            found = known(x, lambda values: plain(values, *args, **options))
-        if found is UNKNOWN:
-            return plain(x, *args, **options)
-        return tree_map_only(Tensor, lambda y: _literal(y, x.device), found)
-
-    return select
-
-
-def _literal(values: Tensor, device: torch.device) -> Tensor:
-    return torch.tensor(values.tolist(), dtype=values.dtype, device=device)
-
-
 _REFUSED = (
     *((patch, _array(patch)) for patch in NUMPY.values()),
     *((patch, _MEMORY) for patch in DLPACK),
@@ -182,7 +162,6 @@ def values_unknown() -> Iterator[None]:
     try:
         made = _tensor(TENSOR_OF_TENSORS.original)
         where = [(patch, _address(patch)) for patch in ADDRESSES]
-        where += [(patch, _selection(patch)) for patch in SELECTIONS]
         with replaced(*_REFUSED, *where, (TENSOR_OF_TENSORS, made), (FAKE_LOG, True)):
             yield
         for error in _RAISED.get():

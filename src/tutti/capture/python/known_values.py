@@ -7,7 +7,7 @@ trace: it may be a size, a dim, a plain number or a text.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -20,8 +20,8 @@ from tutti.torch_private.fake_tensors import FakeTensor
 from tutti.torch_private.tracing import get_proxy_mode, get_proxy_slot
 
 aten = torch.ops.aten
-# Tensors of a size that Python reads, made of few ops: others are read as values of the call.
-_MOST_NODES, _MOST_NUMBERS = 200, 2**23
+# Tensors made of few ops, of a size that a trace can compute: others are read as values of the call.
+_MOST_NODES, MOST_NUMBERS = 200, 2**26
 _LITERALS = frozenset((aten.lift_fresh.default, aten.lift_fresh_copy.default))
 # Their results have the form of an operand, not its values.
 _OF_FORMS = frozenset(
@@ -39,21 +39,39 @@ UNKNOWN: Any = object()
 
 def known(x: Tensor, read: Callable[[Tensor], Any]) -> Any:
     """`read` of the values of a tensor of the trace that depends on no input; `UNKNOWN` for another one."""
-    mode = get_proxy_mode()
-    if mode is None or type(x) is not FakeTensor:
-        return UNKNOWN
-    slot = get_proxy_slot(x, mode.tracer, None)
-    if slot is None:
-        return UNKNOWN
-    nodes = _made_of(slot.proxy.node)
-    if not nodes or _is_written_past(nodes):
+    nodes, root = _constants(x)
+    if not nodes or _is_large(nodes):
         return UNKNOWN
     with no_modes(), no_torch_function(), torch.no_grad():
         try:
-            values = _computed(nodes, mode.tracer.root)
+            values = _computed(nodes, root)
         except (RuntimeError, AssertionError):  # a plan for a device that is not here
             return UNKNOWN
         return read(values)
+
+
+def is_too_large(x: Tensor) -> bool:
+    """Whether a tensor of the trace depends on no input, but has more numbers than `known` computes."""
+    return _is_large(_constants(x)[0])
+
+
+def _constants(x: Tensor) -> tuple[list[fx.Node], Any]:
+    """The nodes of which a tensor is made, in order, and the owner of literals; none if one is not known."""
+    mode = get_proxy_mode()
+    if mode is None or type(x) is not FakeTensor:
+        return [], None
+    slot = get_proxy_slot(x, mode.tracer, None)
+    nodes = [] if slot is None else _made_of(slot.proxy.node)
+    return ([], None) if _is_written_past(nodes) else (nodes, mode.tracer.root)
+
+
+def _is_large(nodes: list[fx.Node]) -> bool:
+    return any(x.numel() > MOST_NUMBERS for node in nodes for x in _results(node))
+
+
+def _results(node: fx.Node) -> Sequence[Any]:
+    values = node.meta.get("val")
+    return values if isinstance(values, tuple | list) else (values,)
 
 
 def _made_of(node: fx.Node) -> list[fx.Node]:
@@ -86,11 +104,8 @@ def _with_readers(node: fx.Node, readers: Mapping[fx.Node, fx.Node | None]) -> l
 def _is_known(node: fx.Node) -> bool:
     if node.op == "get_attr":  # a literal, which its users copy; not a tensor from outside
         return all(user.target in _LITERALS for user in node.users)
-    values = node.meta.get("val")
-    for x in values if isinstance(values, tuple | list) else (values,):
+    for x in _results(node):
         if not isinstance(x, Tensor) or not all(type(n) is int for n in x.shape):
-            return False
-        if x.numel() > _MOST_NUMBERS:
             return False
     return node.target is operator.getitem or is_function(node) or _is_write(node)
 

@@ -208,6 +208,13 @@ def _ids(node: fx.Node) -> Rule:
     return broadcast_rule([shape(node.args[0])], shape(node))
 
 
+def _nonzero_static(node: fx.Node) -> Rule:
+    """Positions of one tensor, in order: it stays whole."""
+    x = shape(node.args[0])
+    dims = " ".join(f"d{k}!" for k in range(len(x)))
+    return parse_rule(f"{dims} -> places! positions!", [x], [shape(node)])
+
+
 RULES = {
     from_start: _ids,
     aten.embedding.default: _embedding,
@@ -226,6 +233,7 @@ RULES = {
     aten.index_fill.int_Tensor: _index_fill,
     aten.bucketize.Tensor: _search(1),
     aten.searchsorted.Tensor: _search(0),
+    aten.nonzero_static.default: _nonzero_static,
     aten.arange.default: _line,
     aten.arange.start: _line,
     aten.arange.start_step: _line,

@@ -232,6 +232,7 @@ LOOKUPS = [
     sample("index_put", f(4, 12, 6), [None, distinct(12, 8)], f(1, 6)),
     sample("index_put", f(12, 4), [flags(12, 4)], f()),
     sample("index_put", f(12, 4, 6), [flags(12, 4)], f(1)),
+    sample("nonzero_static", flags(6, 12), size=40),
     sample("gather", f(4, 12, 6), 1, ints(12, 4, 3, 6)),
     sample("gather", f(4, 12), -1, ints(12, 2, 12)),
     sample("scatter.src", f(4, 12, 6), 1, distinct(12, 4, 12, 6), f(4, 12, 6)),
