@@ -50,6 +50,12 @@ def _is_eager(*_call: Any) -> bool:
     return False
 
 
+_NO_SELECTION = (
+    "a mask and torch.where instead of selecting elements; a mask that the step makes of constants alone "
+    "(torch.eye, torch.arange) may select them"
+)
+
+
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
     """Turn errors of a trace into a `CaptureError` that names the user's line."""
@@ -65,7 +71,7 @@ def explained() -> Iterator[None]:
         raise
     except DynamicOutputShapeException as error:
         known = _WAYS_OUT.get(error.func)
-        told = of_error(error, "a mask and torch.where instead of selecting elements")
+        told = of_error(error, _NO_SELECTION)
         raise CaptureError(
             f"{error.func} has a shape that depends on values",
             at=told.at,

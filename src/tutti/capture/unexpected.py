@@ -13,6 +13,7 @@ from types import TracebackType
 from torch import fx
 
 from tutti.capture.batch import called
+from tutti.capture.python.ways_out import of_error
 from tutti.capture.second_trace.random_ops import NO_GENERATOR
 from tutti.errors import CaptureError, TuttiError
 from tutti.torch_private.fake_tensors import FakeTensor
@@ -39,7 +40,8 @@ _WAYS_OUT = (
 # Uses of a symbol, known only when the step runs, as a plain number.
 _SYMBOL = re.compile(r"\bSym(Float|Int|Bool)\b")
 # PyTorch's bindings assert that such a number is none of a symbol's.
-_NUMBER_OF_A_BINDING = "python_arg_parser.cpp"
+_NUMBERS_OF_BINDINGS = ("python_arg_parser.cpp", "SymIntArrayRef expected to contain only concrete")
+_OUTSIDE = "compute the number outside of the step and hand it over, or keep it as a plain number"
 _CALL = "step(...) with the arguments that the training step takes after the optimizer"
 _GENERAL = (
     "call the training step itself, without tutti: where plain PyTorch raises the same, the line is wrong; "
@@ -62,12 +64,13 @@ def named() -> Iterator[None]:
     except Exception as error:
         if _is_users(error) and not _SYMBOL.search(str(error)):
             raise
-        if _NUMBER_OF_A_BINDING in str(error):
+        if any(part in str(error) for part in _NUMBERS_OF_BINDINGS):
+            told = of_error(error, _OUTSIDE)
             raise CaptureError(
                 "the step hands a tensor's value to PyTorch where a plain number decides a size",
-                at=_line(error),
-                why="every shape must be known before the step runs",
-                fix="compute the number outside of the step and hand it over, or keep it as a plain number",
+                at=told.at or _line(error),
+                why="every shape must be known before the step runs" + told.inside,
+                fix=told.fix,
             ) from error
         first = str(error).strip().partition("\n")[0] or "no message"
         raise CaptureError(

@@ -23,23 +23,26 @@ from tutti.capture.patch_table import (
     TENSOR_OF_TENSORS,
 )
 from tutti.capture.python.known_values import UNKNOWN, known
+from tutti.capture.python.ways_out import of_stack
 from tutti.errors import CaptureError
 from tutti.graph.edits.patch import Patch, caller, replaced
 from tutti.torch_private.fake_tensors import FakeTensor
 from tutti.torch_private.pytrees import tree_leaves
-from tutti.user_lines import is_users, quoted, user_line
+from tutti.user_lines import is_users
 
 _RAISED: ContextVar[list[CaptureError]] = ContextVar("raised")
 
 
 def _refuse(does: str, fix: str) -> Callable[..., Any]:
     def refused(*_args: Any, **_options: Any) -> Any:
+        told = of_stack(fix)
         raise noted(
             CaptureError(
                 f"the step {does}",
-                at=quoted(user_line()),
-                why="the step is captured once, before it has values; Python would not see later ones",
-                fix=fix,
+                at=told.at,
+                why="the step is captured once, before it has values; Python would not see later ones"
+                + told.inside,
+                fix=told.fix,
             )
         )
 

@@ -8,9 +8,13 @@ import sysconfig
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import CodeType
 
+from tutti.capture.python.library_options import option_of
 from tutti.user_lines import is_users, quoted
 
+# The code of a frame, and its line.
+_Frame = tuple[CodeType, int]
 _STDLIB = sysconfig.get_path("stdlib")
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
 
@@ -26,39 +30,54 @@ class Told:
 
 def of_stack(fix: str) -> Told:
     """The current line of Python; `fix` is for a line of the user's own."""
-    found: list[tuple[str, int, str]] = []
+    found: list[_Frame] = []
     frame = sys._getframe(1)
     while frame is not None:
-        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        found.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
     return _told(found, fix)
 
 
 def of_error(error: BaseException, fix: str) -> Told:
     """The line that raised `error`."""
-    frames = reversed(traceback.extract_tb(error.__traceback__))
-    return _told([(f.filename, f.lineno or 0, f.name) for f in frames], fix)
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return _told([(frame.f_code, line) for frame, line in reversed(frames)], fix)
 
 
-def _told(frames: Sequence[tuple[str, int, str]], fix: str) -> Told:
+def _told(frames: Sequence[_Frame], fix: str) -> Told:
     """The text for frames, from the innermost one outwards."""
-    users = [f for f in frames if is_users(f[0])]
+    users = [f for f in frames if is_users(f[0].co_filename)]
     if not users:
         return Told("", "", fix)
-    path, line, function = users[0]
+    code, line = users[0]
+    path = code.co_filename
     if path.startswith(_STDLIB) and not _library(path):  # logging, say: it acts for its caller
         return _told(users[1:], fix)
-    own = next((f for f in users if not (_library(f[0]) or f[0].startswith(_STDLIB))), None)
-    if own is None or own is users[0]:
+    own = next((k for k, f in enumerate(users) if not _is_foreign(f[0].co_filename)), None)
+    if not own:
         at = quoted(f"{path}:{line}")
         return Told(at, "", _OF_ASSERT if _is_assert(at) else fix)
-    name = _library(path)
+    name, function = _library(path), code.co_qualname.partition(".<locals>")[0]
+    option = option_of(f[0] for f in users[:own])
     return Told(
-        quoted(f"{own[0]}:{own[1]}"),
+        quoted(f"{users[own][0].co_filename}:{users[own][1]}"),
         f"; {name} does so in {function} ({path}:{line})",
-        f"an option of {name} that leaves this out, or a subclass with a {function} of your own; or this "
-        "call before the step, its result handed over as an argument",
+        option
+        or f"an option of {name} that leaves this out, or {_own(function)}; or this call before the "
+        "step, its result handed over as an argument",
     )
+
+
+def _own(function: str) -> str:
+    """What the user may write in place of a library's function or method."""
+    owner, _, method = function.rpartition(".")
+    if not owner:
+        return f"a function of your own in place of {function}"
+    return f"a subclass of {owner} with a {method} of your own"
+
+
+def _is_foreign(path: str) -> bool:
+    return bool(_library(path)) or path.startswith(_STDLIB)
 
 
 _OF_ASSERT = (
