@@ -152,3 +152,29 @@ def test_a_mask_of_values_is_refused() -> None:
     step, model, optimizer, batch = losing_output(lambda z: z[z > 0].mean())
     with pytest.raises(CaptureError, match="shape that depends on values"):
         tutti.distribute(step, model, optimizer, "")(*batch)
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_a_mask_of_another_shape(write: bool) -> None:
+    def loss(z: Tensor) -> Tensor:
+        z, mask = z.clone(), torch.eye(4, dtype=torch.bool)
+        if write:
+            z[mask] = torch.arange(4.0)
+        return z[mask].sum()
+
+    step, model, optimizer, batch = losing_output(loss)
+    with pytest.raises(CaptureError, match="The shape of the mask"):
+        tutti.distribute(step, model, optimizer, "")(*batch)
+
+
+def test_too_few_values_to_write() -> None:
+    """One for each row would fit the rows."""
+
+    def loss(z: Tensor) -> Tensor:
+        z, mask = z[:4].clone(), ~torch.eye(4, dtype=torch.bool)
+        z[mask] = torch.arange(4.0)
+        return z.sum()
+
+    step, model, optimizer, batch = losing_output(loss)
+    with pytest.raises(CaptureError, match="RuntimeError"):
+        tutti.distribute(step, model, optimizer, "")(*batch)

@@ -32,7 +32,7 @@ def _nonzero(x: Tensor) -> Any:
 
 def _masked_select(x: Tensor, mask: Tensor) -> Any:
     shape = torch.broadcast_shapes(x.shape, mask.shape)
-    places = _places([mask.expand(shape)])
+    places = _places(x.expand(shape), [mask.expand(shape)])
     return (
         NotImplemented
         if places is None
@@ -41,7 +41,7 @@ def _masked_select(x: Tensor, mask: Tensor) -> Any:
 
 
 def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Any:
-    places = _places([mask.expand(x.shape)])
+    places = _places(x, [mask.expand(x.shape)])
     if places is None:
         return NotImplemented
     picked = places.indices[-1].numel()
@@ -52,7 +52,7 @@ def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Any:
 
 
 def _masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Sequence[int]) -> Any:
-    places = _places([mask.expand(grad.shape)])
+    places = _places(grad, [mask.expand(grad.shape)])
     if places is None:
         return NotImplemented
     found = places.flat(aten.index(grad, places.indices))
@@ -61,7 +61,7 @@ def _masked_scatter_backward(grad: Tensor, mask: Tensor, sizes: Sequence[int]) -
 
 
 def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
-    places = _places(indices)
+    places = _places(x, indices)
     return NotImplemented if places is None else places.flat(aten.index(x, places.indices))
 
 
@@ -69,7 +69,7 @@ def _put(op: Callable[..., Any]) -> Callable[..., Any]:
     def put(
         x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *options: Any, **named: Any
     ) -> Any:
-        places = _places(indices)
+        places = _places(x, indices)
         if places is None:
             return NotImplemented
         behind = x.dim() - places.before - places.mask_dims
@@ -85,7 +85,7 @@ class _Places:
         indices: integer tensors, or None for a whole dim.
         before: the number of dims of the result before those of the indices, for a lookup in rows.
         mask_dims: the number of dims of the mask, for a lookup in rows.
-        rows: the number of rows of a lookup in rows; the indices have two dims, which are one of the result.
+        rows: the shape of the indices of a lookup in rows: two dims, which are one of the result.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class _Places:
         indices: list[Tensor | None],
         before: int = 0,
         mask_dims: int = 0,
-        rows: int | None = None,
+        rows: tuple[int, int] | None = None,
     ) -> None:
         self.indices: list[Any] = indices
         self.before, self.mask_dims, self.rows = before, mask_dims, rows
@@ -107,19 +107,33 @@ class _Places:
         if self.rows is None or values.dim() < dims:
             return values
         at = values.dim() - dims
-        return (
-            values.unsqueeze(at) if values.shape[at] == 1 else values.unflatten(at, (self.rows, -1))
-        )
+        return values.unsqueeze(at) if values.shape[at] == 1 else values.unflatten(at, self.rows)
 
 
-def _places(indices: Sequence[Tensor | None]) -> _Places | None:
+def _places(x: Tensor, indices: Sequence[Tensor | None]) -> _Places | None:
     """Known positions in place of masks; None without a mask, or for one that is not known."""
     masks = [i for i in indices if i is not None and i.dtype in _MASKS]
-    if not masks:
+    if not masks or not all(mask.dim() for mask in masks):
         return None
+    _check(x, indices)
     if len(masks) == len([i for i in indices if i is not None]) == 1:
         return _of_rows(indices) or _positions(indices)
     return _positions(indices)
+
+
+def _check(x: Tensor, indices: Sequence[Tensor | None]) -> None:
+    """PyTorch's own error for a mask of another shape; positions would pass."""
+    at = 0
+    for index in indices:
+        if index is None or index.dtype not in _MASKS:
+            at += 1
+            continue
+        if index.shape != x.shape[at : at + index.dim()]:
+            raise IndexError(
+                f"The shape of the mask {list(index.shape)} at index {at} does not match the shape of the "
+                f"indexed tensor {list(x.shape)}"
+            )
+        at += index.dim()
 
 
 def _positions(indices: Sequence[Tensor | None]) -> _Places | None:
@@ -142,9 +156,9 @@ def _of_rows(indices: Sequence[Tensor | None]) -> _Places | None:
     counts = _known(mask, lambda values: values.flatten(1).count_nonzero(1).unique().tolist())
     if counts is UNKNOWN or len(counts) != 1 or not counts[0]:
         return None
-    rows = mask.shape[0]
-    columns = aten.nonzero_static.default(mask, size=rows * counts[0]).unflatten(0, (rows, -1))
-    first = torch.arange(rows, device=mask.device).unsqueeze(1)
+    rows = mask.shape[0], counts[0]
+    columns = aten.nonzero_static.default(mask, size=math.prod(rows)).unflatten(0, rows)
+    first = torch.arange(rows[0], device=mask.device).unsqueeze(1)
     given = [*indices[:before], first, *columns.unbind(2)[1:], *indices[before + 1 :]]
     return _Places(given, before, mask.dim(), rows)
 
