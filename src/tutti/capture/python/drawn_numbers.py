@@ -26,6 +26,7 @@ from tutti.capture.python.generators import (
 )
 from tutti.capture.python.held_values import Table, TableEntry, named
 from tutti.capture.python.symbols import SYMBOLS
+from tutti.capture.python.ways_out import Told, of_stack
 from tutti.errors import CaptureError
 from tutti.graph.edits.patch import Patch, here_only, replaced
 from tutti.user_lines import quoted, user_line
@@ -38,6 +39,7 @@ _UNITS: dict[str, tuple[str, tuple[float, ...]]] = {
     "gauss": ("gauss", (0.0, 1.0)),
     "normalvariate": ("normalvariate", (0.0, 1.0)),
 }
+BEFORE_THE_STEP = "torch.rand and the like; or draw before the step and hand them over as arguments"
 _REASON = "numbers that the step draws are inputs of its graph"
 
 
@@ -184,7 +186,7 @@ class Draws:
         self._symbols: dict[str, Any] = {}
         self.lost: list[str] = []  # the names of generators that something else has changed
         self.found: list[DrawnNumber] = []
-        self.refused_at = ""  # the line of the first draw that is no number
+        self.refused: Told | None = None  # the first draw that is no number
 
     def _values(self) -> dict[str, float]:
         """The values of the inputs in this call."""
@@ -220,7 +222,7 @@ class Draws:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Inside, a trace draws; the end puts the generators back."""
-        self.found, self._symbols, self.refused_at = [], {}, ""
+        self.found, self._symbols, self.refused = [], {}, None
         self._states = {name: state_of(one) for name, one in self._generators.items()}
         before = dict(self._states)
         try:
@@ -286,13 +288,13 @@ class Draws:
         except TypeError:  # symbols or arrays
             draw = None
         if draw is None or several or state_of(generator) != self._states[source]:
-            self.refused_at = self.refused_at or user_line()
+            self.refused = self.refused or of_stack(BEFORE_THE_STEP)
             return plain(*given, **options)
         value = draw.take_value(generator)
         try:
             number = _number(value)
         except (AttributeError, TypeError, ValueError):  # of an array
-            self.refused_at = self.refused_at or user_line()
+            self.refused = self.refused or of_stack(BEFORE_THE_STEP)
             return value
         self._states[source] = state_of(generator)
         k = len(self.found)

@@ -19,8 +19,9 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from tutti.capture.python.drawn_numbers import Draws
+from tutti.capture.python.drawn_numbers import BEFORE_THE_STEP, Draws
 from tutti.capture.python.held_values import Table, named
+from tutti.capture.python.ways_out import Told
 from tutti.errors import CaptureError
 from tutti.graph.edits.patch import hook_here
 from tutti.user_lines import quoted, user_line
@@ -58,13 +59,13 @@ def host_values_watched(tables: Sequence[Table], draws: Draws) -> Iterator[None]
             hook.remove()
     by = f"by {quoted(lines[0])}" if lines else ""
     if draws.lost:
+        told = draws.refused or Told(by, "", BEFORE_THE_STEP)
         raise CaptureError(
             f"the step draws random numbers from {' and '.join(draws.lost)}",
-            at=quoted(draws.refused_at) if draws.refused_at else by,
+            at=told.at,
             why="random.random() and others that draw one number are inputs of the captured step; an array, "
-            "an order or a seed would be the same at every call",
-            fix="torch.rand, torch.randperm and the like; or draw before the step and hand them over as "
-            "arguments",
+            f"an order or a seed would be the same at every call{told.inside}",
+            fix=told.fix,
         )
     if names := changed():
         raise CaptureError(
