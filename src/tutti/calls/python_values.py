@@ -28,16 +28,11 @@ from tutti.capture.handed import (
     refused_again,
 )
 from tutti.capture.python.contents import contents_of, has_contents
+from tutti.capture.python.effects import Effect, values_of
 from tutti.capture.python.held_values import GONE, MISSING, TableEntry, named
 from tutti.capture.python.outside import may_be_input
 from tutti.capture.python.plain_values import is_plain_number
-from tutti.capture.python.python_state import (
-    Effect,
-    Findings,
-    Number,
-    PythonState,
-    values_of,
-)
+from tutti.capture.python.python_state import Findings, Number, PythonState
 from tutti.capture.python.reach import argument_entry
 from tutti.capture.state.free_numbers import is_finite
 from tutti.capture.step import Captured
@@ -64,8 +59,12 @@ class PythonValues:
         self._takes_all_apart, self._others = False, list[Any]()
         self._integers: dict[Place, int] = {}  # among the arguments of the last call
         self.changed: set[str] = set()  # the names of entries that the step changes
+        self.removed: set[str] = set()  # those of entries that it removes
         self.other = ""  # the name of a constant that the last change has changed
         self._state: PythonState | None = None
+        self._moved = (
+            False  # whether the last call has changed the order of a dict, which no read shows
+        )
         self._constants: tuple[Any, ...] = ()
         self._loose_names: set[str] = set()
         self._met: dict[Any, int] = {}
@@ -95,7 +94,7 @@ class PythonValues:
             self.other = _first_other(self._constants, constants)
         self._state, self._constants = state, constants
         self._number = self._met.setdefault(constants, len(self._met))
-        self._resolved = {}
+        self._resolved, self._moved = {}, False
         self._plan(state)
 
     def _walked(self) -> PythonState:
@@ -151,9 +150,11 @@ class PythonValues:
     def note_changed(self, captured: Captured) -> None:
         """Record the changes of a trace, for checkpoints."""
         read = (effect for effect in captured.effects if effect.may_be_read)
-        entries = [entry for effect in read for entry in effect.entries]
+        entries = [entry for effect in read if not effect.moves for entry in effect.entries]
         entries += [e for name, e in captured.outside.items() if name in captured.updated]
         self.changed |= {entry.name for entry in entries if not entry.table.of_caller}
+        removed = (effect.entries[0] for effect in captured.effects if effect.removes)
+        self.removed |= {entry.name for entry in removed if not entry.table.of_caller}
 
     def apply(self, captured: Captured, results: Sequence[Any]) -> None:
         """Store a step's results in their places, and mark those of values that calls do not keep."""
@@ -165,6 +166,7 @@ class PythonValues:
                 known = self._resolved[id(effect)] = effect, entries
             for entry in known[1]:
                 entry.put(value)
+            self._moved |= effect.moves
         for one in captured.not_kept:
             entry = self.state.entry_like(one.entry)
             if entry.get() is not one.placeholder:
@@ -237,6 +239,8 @@ class PythonValues:
 
     def _values(self) -> dict[str, float] | None:
         """The inputs; None if another value has changed."""
+        if self._moved:
+            return None
         try:
             if not are_same([*chain.from_iterable(map(call, self._holders))], self._held_by):
                 return None

@@ -30,8 +30,10 @@ from tutti.capture.precision import computing, refuse_other_weights
 from tutti.capture.python.appended import TraceAgain
 from tutti.capture.python.assumed_values import Assumed
 from tutti.capture.python.constant_selections import SELECTIONS
+from tutti.capture.python.contents import refused_change
 from tutti.capture.python.conversions import conversions_read
 from tutti.capture.python.drawn_numbers import Drawn, Draws
+from tutti.capture.python.effects import Effect
 from tutti.capture.python.fake_checks import constants_are_not_fake
 from tutti.capture.python.held_values import TableEntry
 from tutti.capture.python.host_random import host_values_watched
@@ -51,7 +53,7 @@ from tutti.capture.python.loop_reads import EndlessLoop
 from tutti.capture.python.not_kept import NotKept
 from tutti.capture.python.other_ways import OtherWays
 from tutti.capture.python.outside import lift_outside, read_by, refuse_written
-from tutti.capture.python.python_state import Effect, Findings, Number, PythonState, say_lost
+from tutti.capture.python.python_state import Findings, Number, PythonState, say_lost
 from tutti.capture.python.read_once import read_once_watched
 from tutti.capture.python.read_values import (
     ITEM,
@@ -378,6 +380,8 @@ class _Lifted:
         self.lost: list[LeftValue] = []
         self.with_tensors: list[tuple[Effect, LeftValue]] = []
         self.resized: list[tuple[str, int, int]] = []
+        self.rewritten: list[tuple[str, int, int]] = []
+        self.plain: list[LeftValue] = []
         self.added: list[LeftValue] = []
         self.not_kept: list[NotKept] = []
         self.sharing: list[str] = []  # state that has a weight's memory after the step
@@ -467,6 +471,7 @@ class _Lifted:
                     say_lost(one)
                 elif one.has_tensors and not one.is_item:
                     self.not_kept.append(NotKept.of(one))
+        self._refuse_lengths()
         unread, findings = self._unread(traced), self.python.findings
         values = {id(effect): one for effect, one in self.with_tensors}
         dropped = {i for i in unread if not values[i].has_numbers_alone}
@@ -480,6 +485,16 @@ class _Lifted:
         findings.unread -= {e.entries[0].name for e in self.effects if not e.inspected}
         # a number that was there before is an input
         findings.unread -= {entry.name for n in self.python.numbers for entry in n.entries}
+
+    def _refuse_lengths(self) -> None:
+        """Raise `CaptureError` for a list that the next call makes longer or shorter, too."""
+        if not self.rewritten:
+            return
+        later = self._later_trace(self.plain)
+        again = {name for name, *_ in (self if later is None else later).rewritten}
+        for one in self.rewritten:
+            if one[0] in again:
+                raise refused_change(*one)
 
     def _unread(self, traced: fx.GraphModule) -> set[int]:
         """The ids of effects with a condition on which neither this call nor the next one depends."""
@@ -509,11 +524,12 @@ class _Lifted:
         return {*unread} if later is not None and are_alike(self._call(traced), later) else set()
 
     def _call(self, traced: fx.GraphModule) -> LeftTrace:
-        effects = tuple((e.entries[0].name, e.num_leaves) for e in self.effects)
+        effects = tuple((e.name, e.num_leaves) for e in self.effects)
         assert self.returned is not None
         texts = [x for *_, x in self.changes.written if isinstance(x, str)]
         forms = [form_of(self.returned), *(form_of(e.spec) for e in self.effects), texts]
-        return LeftTrace(traced, self.num_returned, effects, tuple(self.resized), forms)
+        lengths = tuple(self.resized), forms, tuple(self.rewritten)
+        return LeftTrace(traced, self.num_returned, effects, *lengths)
 
     def numbers_of_texts(self, traced: fx.GraphModule) -> set[str]:
         """The names of input numbers on whose texts the results depend; a label in a log does not count."""
@@ -639,6 +655,7 @@ class _Lifted:
             self.python.hold(tensors)
             self.with_tensors, self.lost = begun.with_tensors, begun.lost
             self.resized, self.added = begun.resized, begun.added
+            self.rewritten, self.plain = begun.rewritten, begun.plain
             self.stand_ins = begun.stand_ins
         out, self.returned = flattened(returnable(result))
         self.num_returned = len(out)

@@ -37,13 +37,16 @@ def to_save(values: PythonValues) -> dict[str, Tensor]:
             found[PREFIX + name] = torch.tensor(value, dtype=value_trees.NUMBERS[kind])
         elif isinstance(value, tuple | list | dict):
             found |= value_trees.flat(PREFIX + name, value)
+    for name in values.removed - _entries(values).keys():
+        found |= value_trees.flat(PREFIX + name, MISSING)
     return found
 
 
 def check(values: PythonValues, saved: Mapping[str, Any], where: str) -> None:
     """Raise `CheckpointError` for a value without an entry in this step."""
     values.walk()
-    for name in {value_trees.name_of(name).removeprefix(PREFIX): None for name in saved}:
+    there = (name for name in saved if not value_trees.is_gone(name))
+    for name in {value_trees.name_of(name).removeprefix(PREFIX): None for name in there}:
         if _entry(values, name) is None:
             raise CheckpointError(
                 f'the checkpoint has a value for "{name}", which the step lacks',
@@ -66,9 +69,14 @@ def put(values: PythonValues, saved: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, inner in trees.items():
             entry = _entry(values, name.removeprefix(PREFIX))
+            gone = all(map(value_trees.is_gone, inner))
+            if entry is None and gone:
+                continue
             assert entry is not None  # by `check`
             values.changed.add(entry.name)
             old, value = entry.get(), inner.get(name)
+            if gone:
+                values.removed.add(entry.name)
             if value is None:
                 entry.put(value_trees.built(inner, old))
             elif isinstance(old, Tensor) and old.shape == value.shape:

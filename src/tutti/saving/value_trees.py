@@ -4,6 +4,7 @@ python.kept           a tensor, or a number without dims, as it is
 python.kept@@(0:2     item 0 of a tuple of 2;  [ of a list, < of a named tuple
 python.kept@@{'h'     the value under a key of a dict
 python.kept@@(1:2@@int    a number inside;  @@float, @@bool, @@none, @@text
+python.kept@@gone     no value: the step has removed it
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutti.capture.python.held_values import MISSING
 from tutti.errors import CheckpointError
 
 MARK = "@@"
+_GONE = f"{MARK}gone"
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _BY_NAME = {kind.__name__: kind for kind in NUMBERS}
 
@@ -28,6 +31,8 @@ def flat(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         yield name, value.detach()
     elif value is None:
         yield f"{name}{MARK}none", torch.zeros(0)
+    elif value is MISSING:
+        yield f"{name}{_GONE}", torch.zeros(0)
     elif type(value) is str:
         yield f"{name}{MARK}text", torch.tensor([*value.encode()], dtype=torch.uint8)
     elif type(value) in NUMBERS:
@@ -55,6 +60,11 @@ def name_of(name: str) -> str:
     return name.partition(MARK)[0]
 
 
+def is_gone(name: str) -> bool:
+    """Whether the tensor of this name stands for a value that the step has removed."""
+    return name.endswith(_GONE)
+
+
 def built(saved: Mapping[str, Tensor], old: Any) -> Any:
     """The value whose tensors are `saved`, by their names; `old` is the one in its place.
 
@@ -73,6 +83,8 @@ def _built(parts: Sequence[tuple[list[str], Tensor]], old: Any, name: str) -> An
         return x.clone()
     if path[0] == "none":
         return None
+    if MARK + path[0] == _GONE:
+        return MISSING
     if path[0] == "other":
         if old is None:
             raise CheckpointError(

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from tutti.calls.guards import guard_of
-from tutti.capture.python.python_state import Effect, values_of
+from tutti.capture.python.effects import Effect, values_of
 from tutti.capture.step import Captured
 
 
@@ -23,7 +23,7 @@ def following(
     numbers, tensors = dict(feed), dict[str, Tensor]()
     results = returned[captured.num_returned :]
     for effect, value in zip(captured.effects, values_of(captured.effects, results), strict=True):
-        for name, new in _named(effect, value).items():
+        for name, new in _named(effect, value).items() if effect.num_leaves else ():
             if name in feed:
                 numbers[name] = new
             elif name in captured.outside:
@@ -44,6 +44,8 @@ def plays_again(captured: Captured, feed: Mapping[str, Any]) -> bool:
     if captured.trained or captured.other_modes or not captured.gradients.may_repeat:
         return False
     known = {*feed, *captured.outside}
+    if any(effect.removes or effect.moves for effect in captured.effects):
+        return False
     both = zip(captured.effects, _shapes(captured), strict=True)
     inner = [_named(effect, value) for effect, value in both if effect.may_be_read]
     if not all(name in known for names in inner for name in names):

@@ -10,10 +10,11 @@ cell     a variable of a closure         beta
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -23,7 +24,9 @@ from torch import Tensor
 
 ITEM, MEMBER, SCOPE, SLOT, CELL = "item", "member", "scope", "slot", "cell"
 MISSING = object()  # in place of a missing value
+MOVED = object()  # in place of a value that goes behind the others of its dict
 END = object()  # the key of the place behind the last item of a list
+WHOLE = object()  # the key of all items of a list
 # The errors of a reader for a missing value.
 GONE = (KeyError, ValueError, AttributeError, IndexError)
 
@@ -51,7 +54,7 @@ class Table:
 
     def name(self, key: Any) -> str:
         """The name of a value in messages and checkpoints."""
-        if self.kind == CELL or key is END:
+        if self.kind == CELL or key is END or key is WHOLE:
             return self.prefix
         if self.kind != ITEM:
             return f"{self.prefix}{key}"
@@ -95,10 +98,15 @@ class Table:
         return {key: getattr(held, key, MISSING) for key in self.keys or ()}
 
     def put(self, key: Any, value: Any) -> None:
-        """Set the value of `key`; `MISSING` deletes it. Behind the `END` of a list come several values."""
+        """Set the value of `key`; `MISSING` deletes it. `END` and `WHOLE` of a list get several values."""
         held = self.find()
         if key is END:
             held.extend(value)
+        elif key is WHOLE:
+            put_items(held, value)
+        elif value is MOVED:
+            if key in held:
+                move_to_end(held, key)
         elif self.kind == CELL:
             if value is MISSING:
                 del held.cell_contents
@@ -112,7 +120,8 @@ class Table:
         elif self.kind == ITEM:
             held[key] = value
         elif value is MISSING:
-            delattr(held, key)
+            with contextlib.suppress(AttributeError):
+                delattr(held, key)
         elif isinstance(held, type) and isinstance(vars(held).get(key), staticmethod):
             setattr(held, key, staticmethod(value))
         else:
@@ -158,6 +167,23 @@ def plain_sequence(held: Any) -> Any:
     return list(list.__iter__(held)) if isinstance(held, list) else held
 
 
+def put_items(held: Any, items: Sequence[Any]) -> None:
+    """Give a list or a deque other items."""
+    if not isinstance(held, deque):
+        held[:] = items
+    elif [*map(id, held)] != [*map(id, items)]:
+        held.clear()
+        held.extend(items)
+
+
+def move_to_end(held: dict[Any, Any], key: Any) -> None:
+    """Put a key of a dict behind the others."""
+    if isinstance(held, OrderedDict):
+        held.move_to_end(key)
+    else:
+        dict.__setitem__(held, key, dict.pop(held, key))
+
+
 def _contents(cell: Any) -> Any:
     try:
         return cell.cell_contents
@@ -182,6 +208,8 @@ class TableEntry:
             return dict.get(held, self.key, MISSING)
         if self.table.kind == ITEM:
             held = plain_sequence(held)
+            if self.key is WHOLE:
+                return list(held)
             return held[self.key] if self.key is not END and self.key < len(held) else MISSING
         return _contents(held) if self.table.kind == CELL else getattr(held, self.key, MISSING)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from tutti.capture.python.contents import refused_change
-from tutti.capture.python.held_values import ITEM, MEMBER, MISSING, Table, TableEntry
+from tutti.capture.python.held_values import ITEM, MEMBER, WHOLE, Table, TableEntry
 from tutti.capture.python.inputs import fake
 from tutti.errors import CaptureError
 from tutti.torch_private.fake_tensors import FakeTensor, FakeTensorMode
@@ -51,7 +51,7 @@ class LeftValue:
         """Put the value there again."""
         held, key = self.entry.table.find(), self.entry.key
         of_items = self.entry.table.kind == ITEM and isinstance(held, list | deque)
-        if of_items and key >= len(held):
+        if of_items and key is not WHOLE and key >= len(held):
             held.append(self.value)
         else:
             self.entry.put(self.value)
@@ -114,12 +114,12 @@ class LeftValue:
                 why="the step is captured once: it would read the value of that call for ever",
                 fix=of_list if self.entry.table.kind == ITEM else buffer,
             )
-        what, line = "removes" if self.value is MISSING else f"puts a {kind} into", ""
+        line = ""
         if isinstance(self.value, FunctionType):
             code = self.value.__code__
             line = quoted(f"{code.co_filename}:{code.co_firstlineno}")
         return CaptureError(
-            f"the step {what} {name}, and its next call depends on it",
+            f"the step puts a {kind} into {name}, and its next call depends on it",
             at=line,
             why="the step is captured once: its Python would not run again",
             fix="numbers, strings, tensors, or tuples, lists and dicts of them",
@@ -197,7 +197,8 @@ class ModuleTables:
 class LeftTrace:
     """A trace, and the leaves of its results: the returned ones, then by name those of each effect.
 
-    `resized` has the lists in modules with another length at its end: name, length before and after.
+    `resized` has the lists in modules with another length at its end: name, length before and after;
+    `rewritten` the other ones.
     `forms` are those of all results, with their constants.
     """
 
@@ -206,6 +207,7 @@ class LeftTrace:
     effects: tuple[tuple[str, int], ...]
     resized: tuple[tuple[str, int, int], ...] = ()
     forms: Any = None
+    rewritten: tuple[tuple[str, int, int], ...] = ()
 
     def results(self) -> dict[str, list[Any]]:
         """By name, the leaves; of returned values by ""."""

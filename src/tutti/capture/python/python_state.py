@@ -16,7 +16,6 @@ import re
 import sys
 import types
 import warnings
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
@@ -29,11 +28,12 @@ from torch.optim import Optimizer
 from tutti.capture.python.appended import Appended, TraceAgain, is_longer, put_in_place
 from tutti.capture.python.contents import contents, refused_change
 from tutti.capture.python.drawn_numbers import Draw, DrawnNumber
+from tutti.capture.python.effects import Effect
 from tutti.capture.python.held_values import (
     END,
-    ITEM,
-    MEMBER,
     MISSING,
+    MOVED,
+    WHOLE,
     Table,
     TableEntry,
     distinct,
@@ -41,6 +41,15 @@ from tutti.capture.python.held_values import (
     plain_sequence,
 )
 from tutti.capture.python.identities import Identities
+from tutti.capture.python.kept_tables import (
+    KeptTable,
+    all_keys,
+    are_in_order,
+    has_order,
+    in_order,
+    is_list,
+    is_mode,
+)
 from tutti.capture.python.left_values import LeftValue, tensors_in, varies
 from tutti.capture.python.optimizer_tables import group_tables, holders, slot_tables
 from tutti.capture.python.plain_values import equal, is_number, is_plain_number, sign
@@ -55,7 +64,7 @@ from tutti.graph.players.device import device_of
 from tutti.torch_private.dispatch_modes import no_modes
 from tutti.torch_private.fake_tensors import FakeTensorMode
 from tutti.torch_private.module_tables import FLAT_WEIGHTS
-from tutti.torch_private.pytrees import TreeSpec, tree_flatten, tree_unflatten
+from tutti.torch_private.pytrees import TreeSpec, tree_flatten
 from tutti.user_lines import quoted, user_line
 
 
@@ -78,58 +87,6 @@ class Number:
     def put(self, value: Any) -> None:
         for entry in self.entries:
             entry.put(value)
-
-
-@dataclass(frozen=True)
-class Effect:
-    """The value that a step assigns to `entries`: `num_leaves` leaves of `spec`, among the last results of
-    its graph.
-
-    With a `condition` a tensor of several elements counts only if this step reads one of these tensors, or
-    the next one depends on the value: modules keep values for inspection. `inspected`: no call reads it.
-    `appends`: several values, which come behind the items of a list. `fixed` are functions and classes among
-    the leaves of `spec`, by position; they are no results of the graph.
-    """
-
-    entries: tuple[TableEntry, ...]
-    spec: TreeSpec
-    num_leaves: int
-    condition: tuple[Tensor, ...] | None = field(default=None, repr=False)
-    inspected: bool = False
-    appends: bool = False
-    fixed: Mapping[int, Any] = field(default_factory=dict)
-
-    @property
-    def may_be_read(self) -> bool:
-        """Whether later calls of the step may read the value."""
-        return not self.inspected and not self.appends
-
-    def now(self) -> Any:
-        """The value in its place."""
-        if not self.appends:
-            return self.entries[0].get()
-        items = list(plain_sequence(self.entries[0].table.find()))
-        return items[len(items) - self.spec.num_children :]
-
-    def results_now(self) -> list[Any]:
-        """The leaves of the value in its place that are results of the graph."""
-        return [x for i, x in enumerate(tree_flatten(self.now())[0]) if i not in self.fixed]
-
-    def value(self, leaves: Sequence[Any]) -> Any:
-        """The value to assign."""
-        every = list(leaves)
-        for at, one in self.fixed.items():  # in the order of their positions
-            every.insert(at, one)
-        return tree_unflatten(every, self.spec)
-
-
-def values_of(effects: Sequence[Effect], results: Sequence[Any]) -> list[Any]:
-    """The value of each effect; `results` are the leaves of all, in order."""
-    found, at = [], 0
-    for effect in effects:
-        found.append(effect.value(results[at : at + effect.num_leaves]))
-        at += effect.num_leaves
-    return found
 
 
 # The places in a name that begin an item or an attribute of the value with the name before it.
@@ -182,6 +139,12 @@ class Findings:
         if name not in self.used and name not in self.appended:
             self.appended.add(name)
             raise TraceAgain
+
+    def use(self, name: str) -> None:
+        """Trace again without such a list: the step reads it, too."""
+        self.used.add(name)
+        self.appended.discard(name)
+        raise TraceAgain
 
     def expect(self, state: PythonState) -> None:
         """Before the first trace: expect changes of the numbers to which the step's code assigns."""
@@ -307,23 +270,14 @@ class PythonState:
         Without the values in holders with the ids `but`.
         """
         tables = [table for table in self.tables if id(table.find()) not in but]
-        before = [(table, table.values(), _all_keys(table), _items(table)) for table in tables]
+        before = [KeptTable(table) for table in tables]
         inside = contents(tables)
         try:
             with contextlib.ExitStack() as self._inside:
                 yield
         finally:
-            for kept in inside:
+            for kept in [*inside, *before]:
                 kept.put_back()
-            for table, values, keys, items in before:
-                if items is not None:
-                    _put_items(table.find(), items)
-                    continue
-                now = table.values() | {k: table.find()[k] for k in _all_keys(table) - keys}
-                for key, value in now.items():
-                    old = values.get(key, MISSING)
-                    if value is not old and not _is_mode(TableEntry(table, key)):
-                        table.put(key, old)
 
     def begin(
         self,
@@ -388,7 +342,7 @@ class PythonState:
         if self._by_name is None:
             every = [(name, one) for name, one, value in named(self.tables) if value is not MISSING]
             self._by_name = dict(reversed(every))
-        if entry.key is not END and entry.name in self._by_name:
+        if entry.key is not END and entry.key is not WHOLE and entry.name in self._by_name:
             return self._by_name[entry.name]
         table = self._by_prefix.get((entry.table.kind, entry.table.prefix))
         return entry if table is None else TableEntry(table, entry.key)
@@ -396,11 +350,6 @@ class PythonState:
     def holds_value_of_module(self, entry: TableEntry) -> bool:
         """Whether an entry is in one of the model's modules, which keep values for inspection."""
         return id(entry.table.find()) in self._of_model
-
-
-def _is_mode(entry: TableEntry) -> bool:
-    """Whether an entry is a module's mode, which each call sets."""
-    return entry.key == "training" and entry.table.kind == MEMBER
 
 
 def _is_iterator(value: Any) -> bool:
@@ -441,7 +390,7 @@ class BegunTrace:
         self.state, self._appended = state, appended
         # By id of the tensor that it replaces.
         self.stand_ins = stand_ins
-        self._before = [(t, t.values(), _all_keys(t)) for t in state.tables]
+        self._before = [(t, t.values(), all_keys(t)) for t in state.tables]
         self._contents = contents(state.tables)
         self._old = {(id(t), key): x for t, values, _ in self._before for key, x in values.items()}
         self.leaves: list[Any] = []
@@ -454,29 +403,42 @@ class BegunTrace:
         self.added: list[LeftValue] = []
         # Lists in modules whose length has changed: name, length before and after.
         self.resized: list[tuple[str, int, int]] = []
+        # Other such lists, whose items calls put there again, and other plain values that the step leaves.
+        self.rewritten: list[tuple[str, int, int]] = []
+        self.plain: list[LeftValue] = []
 
     def effects(self) -> list[Effect]:
         """The step's assignments so far; also sets `leaves` to their leaves.
 
         Raises:
-            CaptureError: for a list that has grown or shrunk, or an array that has changed.
+            CaptureError: for a list of other than plain values that has grown or shrunk, or an array that
+                has changed.
         """
         for kept in self._contents:
             kept.refuse_change()
         found: list[Effect] = []
+        moved: list[Effect] = []
         changed: dict[tuple[int, Any], tuple[TableEntry, Any]] = {}
         for table, before, keys in self._before:
             if not table.writable:  # another tuple is a change of its holder
                 continue
             now = table.values()
-            if _is_list(table) and len(before) != len(now):
+            if is_list(table) and len(before) != len(now):
                 resized = table.prefix, len(before), len(now)
                 if id(table.find()) not in self.state._of_model:
                     if is_longer(table, [*before.values()], [*now.values()]):
                         self.state.findings.append_to(table.prefix)
-                    raise refused_change(*resized)
+                    changed[id(table), WHOLE] = (
+                        TableEntry(table, WHOLE),
+                        self._items(table, resized),
+                    )
+                    self.rewritten.append(resized)
+                    continue
                 self.resized.append(resized)
-            for key in _all_keys(table) - keys:
+            if isinstance(table.find(), dict):
+                now = {key: MISSING for key in before if key not in now} | now
+                moved += filter(None, [self._of_order(table, before)])
+            for key in all_keys(table) - keys:
                 now[key] = table.find()[key]
             for key, value in now.items():
                 old = before.get(key, MISSING)
@@ -498,7 +460,25 @@ class BegunTrace:
             found.append(Effect((entry,), spec, len(leaves), condition, fixed=fixed))
             if found[-1].condition is not None or any(isinstance(x, Tensor) for x in leaves):
                 self.with_tensors.append((found[-1], LeftValue(entry, value)))
-        return found
+            elif all(isinstance(x, PLAIN) for x in leaves):
+                self.plain.append(LeftValue(entry, found[-1].value(leaves)))
+        return [*found, *moved]
+
+    def _items(self, table: Table, resized: tuple[str, int, int]) -> list[Any]:
+        """All items of a list that has grown or shrunk; raises `CaptureError` if one is no plain value."""
+        items = [*plain_sequence(table.find())]
+        if not all(_can_be_kept(x) and not isinstance(x, (Tensor, *SYMBOLS)) for x in items):
+            raise refused_change(*resized)
+        return self.state.left(items)
+
+    def _of_order(self, table: Table, before: Mapping[Any, Any]) -> Effect | None:
+        """The effect of a dict whose keys have moved."""
+        held = table.find()
+        first = [key for key, value in before.items() if value is not MISSING]
+        if not has_order(table) or are_in_order(held, in_order(held, first)):
+            return None
+        entries = tuple(TableEntry(table, self.state.key(key)) for key in held)
+        return Effect(entries, tree_flatten(0)[1], 0, fixed={0: MOVED})
 
     def _refuse_slot(self, entry: TableEntry, value: Any) -> None:
         """Raise `SlotsAhead` for a slot that the step's own code puts into an optimizer's state."""
@@ -512,9 +492,7 @@ class BegunTrace:
         findings, added = self.state.findings, appended.added
         leaves, fixed, spec = _flattened(added)
         if appended.has_other_uses or not all(map(_can_be_kept, leaves)):
-            findings.used.add(table.prefix)
-            findings.appended.discard(table.prefix)
-            raise TraceAgain
+            findings.use(table.prefix)
         if not added:
             return None
         at = len(plain_sequence(table.find()))
@@ -535,7 +513,7 @@ class BegunTrace:
         if len(keys) == 1 or not all(key in changed for key in keys):
             return None
         values = [changed[key][1] for key in keys]
-        if len({_expression(value) for value in values}) != 1:
+        if values[0] is MISSING or len({_expression(value) for value in values}) != 1:
             return None
         for key in keys:
             del changed[key]
@@ -544,13 +522,16 @@ class BegunTrace:
 
     def _is_effect(self, entry: TableEntry, old: Any, value: Any) -> bool:
         of_module = self.state.holds_value_of_module(entry)
-        if _is_mode(entry) or (of_module and entry.key in FLAT_WEIGHTS):
+        if is_mode(entry) or (of_module and entry.key in FLAT_WEIGHTS):
             return False
         if is_number(old) and is_number(value):
             self.changed.add(entry.name)
-        leaves = [] if value is MISSING else tree_flatten(value)[0]
-        known = value is not MISSING and all(map(_can_be_kept, leaves))
-        if not known or (old is MISSING and _is_list(entry.table)):
+        leaves = tree_flatten(value)[0]
+        for table, appended in self._appended:
+            if any(x is appended for x in leaves):
+                self.state.findings.use(table.prefix)
+        known = all(map(_can_be_kept, leaves))
+        if not known or (old is MISSING and is_list(entry.table)):
             if varies(value, old) or not any(True for _ in tensors_in(value)):
                 self.lost.append(LeftValue(entry, value))
             return False
@@ -577,11 +558,16 @@ _KEPT = (*PLAIN, *SYMBOLS, Tensor)
 
 
 def _can_be_kept(leaf: Any) -> bool:
-    """Whether each call can assign a leaf again: a result of the graph, or a function or class of a module.
+    """Whether each call can assign a leaf again: a result of the graph, a function or class of a module, or
+    none.
 
     Another function may hold tensors of the trace, and would be a new one in each trace.
     """
-    return _is_of_a_module(leaf) or (isinstance(leaf, _KEPT) and not isinstance(leaf, bytes))
+    return _is_fixed(leaf) or (isinstance(leaf, _KEPT) and not isinstance(leaf, bytes))
+
+
+def _is_fixed(leaf: Any) -> bool:
+    return leaf is MISSING or _is_of_a_module(leaf)
 
 
 def _is_of_a_module(x: Any) -> bool:
@@ -597,45 +583,18 @@ def _is_of_a_module(x: Any) -> bool:
 def _flattened(value: Any) -> tuple[list[Any], dict[int, Any], TreeSpec]:
     """The leaves of a value that are results of a graph, the others by position, and the structure of all."""
     leaves, spec = tree_flatten(value)
-    fixed = {i: x for i, x in enumerate(leaves) if _is_of_a_module(x)}
+    fixed = {i: x for i, x in enumerate(leaves) if _is_fixed(x)}
     return [x for i, x in enumerate(leaves) if i not in fixed], fixed, spec
 
 
 def say_lost(one: LeftValue) -> None:
     """Warn of an assignment that calls cannot repeat."""
-    what = "removes it" if one.value is MISSING else f"puts a {type(one.value).__name__} there"
+    kind = type(one.value).__name__
     warnings.warn(
-        f"{one.entry.name} stays as it is: the step {what}, which happens in Python, where it runs once",
+        f"{one.entry.name} stays as it is: the step puts a {kind} there, which happens in Python, where it "
+        "runs once",
         stacklevel=2,
     )
-
-
-def _is_list(table: Table) -> bool:
-    return table.kind == ITEM and not isinstance(table.find(), dict)
-
-
-def _all_keys(table: Table) -> set[Any]:
-    """All keys of a dict, also those that no code mentions."""
-    held = table.find()
-    every = isinstance(held, dict) and table.kind in (ITEM, MEMBER)
-    return set(held) - table.ignored if every else set()
-
-
-def _items(table: Table) -> list[Any] | None:
-    """The items of a list or a deque, to restore it whole if its length changes."""
-    held = table.find()
-    of_items = table.kind == ITEM and isinstance(held, list | deque)
-    return list(plain_sequence(held)) if of_items else None
-
-
-def _put_items(held: Any, items: list[Any]) -> None:
-    """Restore the items of a list or a deque."""
-    if isinstance(held, deque):
-        if [*map(id, held)] != [*map(id, items)]:
-            held.clear()
-            held.extend(items)
-    else:
-        held[:] = items
 
 
 def _tables_of(module: nn.Module) -> Iterator[Any]:
