@@ -28,12 +28,13 @@ from tutti.capture.handed import (
     refused_again,
 )
 from tutti.capture.python.contents import contents_of, has_contents
-from tutti.capture.python.effects import Effect, values_of
+from tutti.capture.python.effects import Effect, found_by, values_of
 from tutti.capture.python.held_values import GONE, MISSING, TableEntry, named
 from tutti.capture.python.outside import may_be_input
 from tutti.capture.python.plain_values import is_plain_number
 from tutti.capture.python.python_state import Findings, Number, PythonState
 from tutti.capture.python.reach import argument_entry
+from tutti.capture.python.shared_tensors import sharing_of
 from tutti.capture.state.free_numbers import is_finite
 from tutti.capture.step import Captured
 
@@ -159,7 +160,8 @@ class PythonValues:
     def apply(self, captured: Captured, results: Sequence[Any]) -> None:
         """Store a step's results in their places, and mark those of values that calls do not keep."""
         effects = captured.effects
-        for effect, value in zip(effects, values_of(effects, results), strict=True):
+        found = {entry: self.state.entry_like(entry).get() for entry in found_by(effects)}
+        for effect, value in zip(effects, values_of(effects, results, found), strict=True):
             known = self._resolved.get(id(effect))
             if known is None:
                 entries = tuple(self.state.entry_like(entry) for entry in effect.entries)
@@ -212,6 +214,10 @@ class PythonValues:
                     held.append(held[-1])
                     self._entries.append(self._entries[-1])
         self._strict, self._held = strict, held
+        own = state.own_tensors
+        self._outside = [x for x in held if isinstance(x, Tensor) and id(x) not in own]
+        self._replaced = [entry for entry, _ in self._loose if id(entry.get()) not in own]
+        self._sharing = self._sharing_now()
         self._holders = state.holders
         self._held_by = [*chain.from_iterable(map(call, self._holders))]
         appended = state.findings.appended
@@ -269,7 +275,13 @@ class PythonValues:
                     self._loose_names.add(entry.name)
 
     def _are_loose_ones_there(self) -> bool:
-        return all(form_of(entry.get()) == form for entry, form in self._loose)
+        there = all(form_of(entry.get()) == form for entry, form in self._loose)
+        return there and self._sharing_now() == self._sharing
+
+    def _sharing_now(self) -> list[Any]:
+        """Which tensors outside of the state are one, or share memory, if some of them are loose."""
+        loose = [entry.get() for entry in self._replaced]
+        return sharing_of([*self._outside, *loose]) if loose else []
 
 
 def _first_other(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:

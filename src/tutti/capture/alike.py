@@ -52,7 +52,7 @@ def _constant(captured: Captured, node: fx.Node) -> Any:
 
 def _results(captured: Captured) -> Any:
     effects = [
-        ([entry.name for entry in e.entries], form_of(e.spec), e.num_leaves, e.fixed)
+        ([x.name for x in e.entries], form_of(e.spec), e.num_leaves, e.fixed, e.shared)
         for e in captured.effects
     ]
     numbers = [(n.name, [entry.name for entry in n.entries]) for n in captured.numbers]

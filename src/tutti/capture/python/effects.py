@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from tutti.capture.python.held_values import MISSING, MOVED, TableEntry, plain_sequence
+from tutti.capture.python.shared_tensors import Label, share
 from tutti.torch_private.pytrees import TreeSpec, tree_flatten, tree_unflatten
 
 
@@ -21,7 +22,8 @@ class Effect:
     the next one depends on the value: modules keep values for inspection. `inspected`: no call reads it.
     `appends`: several values, which come behind the items of a list. `fixed` are functions and classes among
     the leaves of `spec`, by position; they are no results of the graph, nor is `MISSING` in place of a value
-    that the step removes. `MOVED` stands for all values of a dict whose order the step changes.
+    that the step removes. `MOVED` stands for all values of a dict whose order the step changes. `labels` tell
+    which leaves of a step's effects are one tensor.
     """
 
     entries: tuple[TableEntry, ...]
@@ -31,11 +33,17 @@ class Effect:
     inspected: bool = False
     appends: bool = False
     fixed: Mapping[int, Any] = field(default_factory=dict)
+    labels: tuple[Label | None, ...] = ()
 
     @property
     def name(self) -> str:
         """The name of its first value, or of the order of several ones."""
         return f"order of {self.entries[0].table.prefix}" if self.moves else self.entries[0].name
+
+    @property
+    def shared(self) -> list[str | None]:
+        """Its labels, the same for an equal effect of another trace."""
+        return [None if one is None else one.as_text() for one in self.labels]
 
     @property
     def removes(self) -> bool:
@@ -73,10 +81,24 @@ class Effect:
         return tree_unflatten(every, self.spec)
 
 
-def values_of(effects: Sequence[Effect], results: Sequence[Any]) -> list[Any]:
-    """The value of each effect; `results` are the leaves of all, in order."""
-    found, at = [], 0
+def found_by(effects: Sequence[Effect]) -> set[TableEntry]:
+    """The entries whose tensors the step has found there and puts elsewhere."""
+    every = [one for effect in effects for one in effect.labels if one is not None]
+    places = [x for one in every for x in (one.tensor, one.memory)]
+    return {x for x in places if isinstance(x, TableEntry)}
+
+
+def values_of(
+    effects: Sequence[Effect], results: Sequence[Any], found: Mapping[TableEntry, Any] | None = None
+) -> list[Any]:
+    """The value of each effect; `results` are the leaves of all, in order.
+
+    `found` are the values that the call has found in the entries of `found_by`.
+    """
+    values, at = [], 0
+    made: dict[TableEntry | int, Any] = {**(found or {})}
     for effect in effects:
-        found.append(effect.value(results[at : at + effect.num_leaves]))
+        leaves = results[at : at + effect.num_leaves]
+        values.append(effect.value(share(effect.labels, leaves, made) if effect.labels else leaves))
         at += effect.num_leaves
-    return found
+    return values

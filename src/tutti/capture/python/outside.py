@@ -68,6 +68,28 @@ def refuse_written(outside: Mapping[str, TableEntry], updated: Sequence[str]) ->
                 why="state of a step is a tensor that fills its memory",
                 fix=f"{name} = {name}.contiguous() before the training",
             )
+        if entry is not None and (other := _overlapping(name, outside)):
+            raise CaptureError(
+                f"the step writes into {name}, which shares memory with {other}",
+                why="the step reads both: they are two values of its graph, and the write would change one",
+                fix=f"{other} = {other}.clone() before the training; or one tensor in both places",
+            )
+
+
+def _overlapping(name: str, outside: Mapping[str, TableEntry]) -> str:
+    """The name of another tensor in the memory of this one; "" for none."""
+    first, end = _room(outside[name].get())
+    for other, entry in outside.items():
+        begin, last = _room(entry.get())
+        if other != name and first < last and begin < end:
+            return other
+    return ""
+
+
+def _room(x: Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first element, and behind its last one."""
+    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size() * bool(x.numel())
 
 
 def read_by(traced: fx.GraphModule) -> set[int]:

@@ -55,6 +55,7 @@ from tutti.capture.python.optimizer_tables import group_tables, holders, slot_ta
 from tutti.capture.python.plain_values import equal, is_number, is_plain_number, sign
 from tutti.capture.python.reach import PLAIN, reach
 from tutti.capture.python.read_places import Site
+from tutti.capture.python.shared_tensors import Labels, Sharing
 from tutti.capture.python.symbols import SYMBOLS
 from tutti.capture.state.free_numbers import is_finite
 from tutti.capture.state.lift import is_scheduled
@@ -64,7 +65,7 @@ from tutti.graph.players.device import device_of
 from tutti.torch_private.dispatch_modes import no_modes
 from tutti.torch_private.fake_tensors import FakeTensorMode
 from tutti.torch_private.module_tables import FLAT_WEIGHTS
-from tutti.torch_private.pytrees import TreeSpec, tree_flatten
+from tutti.torch_private.pytrees import TreeSpec, tree_flatten, tree_leaves
 from tutti.user_lines import quoted, user_line
 
 
@@ -192,6 +193,7 @@ class PythonState:
         # Later ones are shards, while keys may be ids of the first ones.
         findings.ids |= {id(x): i for i, x in enumerate((*model.parameters(), *model.buffers()))}
         reached = reach(step, model, optimizers, findings.ids, arguments, findings.kinds)
+        self._own = {id(x) for x in (*model.parameters(), *model.buffers())}
         self.states = {id(one.state): one for one in optimizers}
         self.states |= {id(x): one for one in optimizers for x in one.state.values()}
         self._stored, self.names, self.scopes = reached.stored, reached.names, reached.scopes
@@ -241,7 +243,7 @@ class PythonState:
         """The hashable key of a trace: each value with its type, inputs by name and type alone."""
         inputs = {(id(entry.table), entry.key): n.name for n in self.numbers for entry in n.entries}
         found: list[Any] = []
-        is_unread = self.findings.is_unread
+        is_unread, sharing, own = self.findings.is_unread, Sharing(), self.own_tensors
         for name, entry, value in named(self.tables):
             if is_unread(name):
                 continue
@@ -252,8 +254,15 @@ class PythonState:
                 seen = type(value)
             elif self.findings.unread and isinstance(value, dict):
                 seen = (type(value), sum(not is_unread(f"{name}[{key!r}]") for key in value))
+            if isinstance(value, Tensor) and id(value) not in own:
+                seen = seen, *sharing.of(name, value)
             found.append((name, given, seen))
         return tuple(found)
+
+    @property
+    def own_tensors(self) -> set[int]:
+        """The ids of the model's parameters and buffers, and of the slots."""
+        return {*self._own, *(id(x) for table in self._slots for x in table.values().values())}
 
     def tensors(self) -> dict[int, TableEntry]:
         """By id, the tensors in the tables, without the state of the model and the optimizers."""
@@ -297,6 +306,7 @@ class PythonState:
         for one in left:
             one.put()
         stand_ins: dict[int, Tensor] = {}
+        places: dict[int, TableEntry] = {}
         replaced = [*tensors]
         for name, entry, value in list(named(self.tables)):
             # Of a tuple's tensors `inside_of` makes another tuple.
@@ -311,6 +321,7 @@ class PythonState:
                 if id(value) not in stand_ins:
                     stand_ins[id(value)] = _stand_in(value, mode)
                     replaced.append(value)
+                    places[id(stand_ins[id(value)])] = entry
                 new = stand_ins[id(value)]
             else:
                 continue
@@ -322,7 +333,7 @@ class PythonState:
                 one.entry.put(value)
         self._inside.enter_context(self._identities.inside_of(self.tables))
         appended = put_in_place(self.tables, self.findings.appended)
-        return BegunTrace(self, stand_ins, appended)
+        return BegunTrace(self, stand_ins, places, appended)
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Keep those of `tensors` whose ids the step's containers have."""
@@ -385,11 +396,12 @@ class BegunTrace:
         self,
         state: PythonState,
         stand_ins: Mapping[int, Tensor],
+        places: Mapping[int, TableEntry],
         appended: Sequence[tuple[Table, Appended]] = (),
     ) -> None:
         self.state, self._appended = state, appended
         # By id of the tensor that it replaces.
-        self.stand_ins = stand_ins
+        self.stand_ins, self._places = stand_ins, places
         self._before = [(t, t.values(), all_keys(t)) for t in state.tables]
         self._contents = contents(state.tables)
         self._old = {(id(t), key): x for t, values, _ in self._before for key, x in values.items()}
@@ -452,12 +464,16 @@ class BegunTrace:
         for number in self.state.numbers:
             if effect := self._of_number(number, changed):
                 found.append(effect)
+        every = *(x.added for _, x in self._appended), *(value for _, value in changed.values())
+        leaves = [x for one in every for x in tree_leaves(one)]
+        self._labels = Labels(self._places, self.stand_ins.values(), leaves)
         found += filter(None, starmap(self._of_appended, self._appended))
         for entry, value in changed.values():
             leaves, fixed, spec = _flattened(value)
             self.leaves += leaves
             condition = self._condition(entry, [*leaves, *fixed.values()])
-            found.append(Effect((entry,), spec, len(leaves), condition, fixed=fixed))
+            given = {"fixed": fixed, "labels": self._labels.of(leaves)}
+            found.append(Effect((entry,), spec, len(leaves), condition, **given))
             if found[-1].condition is not None or any(isinstance(x, Tensor) for x in leaves):
                 self.with_tensors.append((found[-1], LeftValue(entry, value)))
             elif all(isinstance(x, PLAIN) for x in leaves):
@@ -498,7 +514,8 @@ class BegunTrace:
         at = len(plain_sequence(table.find()))
         self.added += [LeftValue(TableEntry(table, at + i), x) for i, x in enumerate(added)]
         self.leaves += leaves
-        return Effect((TableEntry(table, END),), spec, len(leaves), appends=True, fixed=fixed)
+        given = {"fixed": fixed, "labels": self._labels.of(leaves)}
+        return Effect((TableEntry(table, END),), spec, len(leaves), appends=True, **given)
 
     def _condition(self, entry: TableEntry, leaves: Sequence[Any]) -> tuple[Tensor, ...] | None:
         if not self.state.holds_value_of_module(entry):
