@@ -85,6 +85,11 @@ def ordered(c: Holder) -> None:
     c.held = OrderedDict(a=1, b=2, c=3)
 
 
+def attributes(c: Holder, loss: Tensor) -> None:
+    for i in (3, 7, 1, 0, 6, 2, 5, 4):
+        setattr(c, f"of_{i}", i)
+
+
 def default(c: Holder) -> None:
     c.held = defaultdict(list, a=[1], b=[2])
 
@@ -108,6 +113,7 @@ PROGRAMS: dict[str, tuple[Callable[[Holder, Tensor], Any], Callable[[Holder], No
     "an ordered one": (last_first, ordered),
     "a default one": (once(lambda c, _: c.held.pop("a")), default),
     "objects": (once(lambda c, _: [c.held.pop(k) for k in ("a", "b", "c")] and None), on_objects),
+    "new attributes": (once(attributes), lambda c: None),
     "a key and a new one": (once(refilled), lambda c: None),
     "an item of a list": (once(lambda c, _: c.held[1].pop()), lambda c: None),
     "all items": (once(lambda c, _: c.held[1].clear()), lambda c: None),

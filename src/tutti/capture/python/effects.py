@@ -96,7 +96,7 @@ def values_of(
     `found` are the values that the call has found in the entries of `found_by`.
     """
     values, at = [], 0
-    made: dict[TableEntry | int, Any] = {**(found or {})}
+    made: dict[Any, Any] = dict(found or {})
     for effect in effects:
         leaves = results[at : at + effect.num_leaves]
         values.append(effect.value(share(effect.labels, leaves, made) if effect.labels else leaves))

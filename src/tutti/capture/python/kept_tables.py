@@ -36,7 +36,7 @@ class KeptTable:
             put_items(held, self._items)
             return
         gone = dict.fromkeys(self._values, MISSING)
-        new = {key: held[key] for key in all_keys(table) - self._keys}
+        new = {key: held[key] for key in all_keys(table) if key not in self._keys}
         for key, value in {**gone, **table.values(), **new}.items():
             old = self._values.get(key, MISSING)
             if value is not old and not is_mode(TableEntry(table, key)):
@@ -72,8 +72,8 @@ def are_in_order(held: Collection[Any], order: Sequence[Any]) -> bool:
     return [*map(id, held)] == [*map(id, order)]
 
 
-def all_keys(table: Table) -> set[Any]:
-    """All keys of a dict, also those that no code mentions."""
+def all_keys(table: Table) -> dict[Any, None]:
+    """All keys of a dict, also those that no code mentions, in an order that is the same on every rank."""
     held = table.find()
     every = isinstance(held, dict) and table.kind in (ITEM, MEMBER)
-    return set(held) - table.ignored if every else set()
+    return dict.fromkeys(key for key in held if key not in table.ignored) if every else {}

@@ -450,8 +450,7 @@ class BegunTrace:
             if isinstance(table.find(), dict):
                 now = {key: MISSING for key in before if key not in now} | now
                 moved += filter(None, [self._of_order(table, before)])
-            for key in all_keys(table) - keys:
-                now[key] = table.find()[key]
+            now |= {key: table.find()[key] for key in all_keys(table) if key not in keys}
             for key, value in now.items():
                 old = before.get(key, MISSING)
                 if value is not old and not equal(value, old):
