@@ -25,6 +25,7 @@ from tutti.torch_private.optimizer_marks import (
     hook_before_steps,
     hooks_of_optimizer,
     hooks_off,
+    is_hooked,
     is_scaled_by_kernel,
     is_wrapped_by_scheduler,
     mark_stepped,
@@ -168,3 +169,11 @@ def test_a_scaler_steps_itself_in_the_place_of_a_fused_kernel(
     with mock.patch.object(*CHOICE_OF_SCALER, counted):
         scaler.step(optimizer)
     assert len(seen) == 1 + (not fused)
+
+
+def test_an_optimizer_has_hooks_once_it_is_made() -> None:
+    class Around(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            pass
+
+    assert is_hooked(_adam()) and not is_hooked(Around())

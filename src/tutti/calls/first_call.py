@@ -22,7 +22,7 @@ from tutti.capture.python.python_state import Findings, PythonState
 from tutti.capture.state.first_form import SlotsAhead, awaiting, note_step
 from tutti.capture.state.kept_gradients import give_kept, note_eager_call
 from tutti.capture.state.left_modes import hooks_kept
-from tutti.capture.state.lift import Undo, optimizers_of, state_of
+from tutti.capture.state.lift import Undo, called_optimizers, optimizers_of, state_of
 from tutti.comm.collectives.agree import check_order
 from tutti.comm.collectives.exchange import broadcast_first
 from tutti.errors import CaptureError
@@ -168,7 +168,7 @@ def first_call_undone(
     if awaiting(optimizer) is None:
         yield
         return
-    given = train_step, model, optimizers_of(optimizer), Findings(), arguments_of(batch)
+    given = train_step, model, called_optimizers(optimizer), Findings(), arguments_of(batch)
     python, undo = PythonState(*given), Undo()
     with python.restored(), hooks_kept(model):
         try:

@@ -12,7 +12,7 @@ from tutti.calls.captures import Captures
 from tutti.calls.divergence import Divergence
 from tutti.calls.processors import refuse_unlike
 from tutti.calls.python_values import PythonValues
-from tutti.capture.state.lift import optimizers_of
+from tutti.capture.state.lift import called_optimizers, optimizers_of
 from tutti.comm.collectives.agree import check_order
 from tutti.comm.collectives.payload import digest
 from tutti.errors import CommError
@@ -34,7 +34,7 @@ class Running:
     def __init__(self, job: Job, agreeing: Agreeing | None = None) -> None:
         self.job, self.agreeing = job, agreeing
         self.optimizers = optimizers_of(job.optimizer)
-        self.python = PythonValues(job.train_step, job.model, self.optimizers)
+        self.python = PythonValues(job.train_step, job.model, called_optimizers(job.optimizer))
         self.captures = Captures(job.model, job.optimizer, self.python)
         name = getattr(job.train_step, "__name__", "the step")
         self.divergence = Divergence(name, job.layout)

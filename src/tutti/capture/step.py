@@ -80,6 +80,7 @@ from tutti.capture.state.kept_gradients import THERE, KeptGradients, found_by, p
 from tutti.capture.state.left_modes import HooksBefore, Modes, begin_trained, left_trained
 from tutti.capture.state.lift import (
     StateTensor,
+    called_optimizers,
     hypers_of,
     optimizers_of,
     state_of,
@@ -225,7 +226,7 @@ def capture(
     leaves, spec = flattened(batch)
 
     findings.kinds |= dict.fromkeys(kinds_in(batch))
-    given = train_step, model, optimizers_of(optimizer), findings, arguments_of(batch)
+    given = train_step, model, called_optimizers(optimizer), findings, arguments_of(batch)
     walked = [PythonState(*given)]
     findings.expect(walked[0])
 

@@ -22,7 +22,7 @@ from tutti.capture.gpu_autocast import gpu_lists
 from tutti.capture.python.python_state import Findings, PythonState
 from tutti.capture.state.first_form import awaiting, make_slots
 from tutti.capture.state.left_modes import hooks_kept
-from tutti.capture.state.lift import optimizers_of
+from tutti.capture.state.lift import called_optimizers
 from tutti.capture.step import Captured, capture, copied
 from tutti.errors import CaptureError, LayoutError
 from tutti.execution.collector import rarely_collected
@@ -185,7 +185,7 @@ class CandidatePrograms:
                 make_slots(job.optimizer)
                 findings = Findings()
                 python = PythonState(
-                    job.train_step, job.model, optimizers_of(job.optimizer), findings
+                    job.train_step, job.model, called_optimizers(job.optimizer), findings
                 )
                 stack.enter_context(python.restored())
                 stack.enter_context(hooks_kept(job.model))

@@ -81,6 +81,14 @@ def hooks_of_optimizer(optimizer: Any) -> Iterator[dict[int, Any] | None]:
     return iter([*own, *_OF_ALL] if None not in own else own)
 
 
+def is_hooked(optimizer: Any) -> bool:
+    """Whether an optimizer has tables for hooks on its steps.
+
+    Why: a wrapper without them does not count as an optimizer of its own. Public: none.
+    """
+    return all(name in vars(optimizer) for name in _HOOKS)
+
+
 def remove_hooks(optimizer: Any) -> None:
     """Remove all hooks of an optimizer: it gets new tables.
 

@@ -21,7 +21,7 @@ from tutti.capture.python.plain_values import is_number
 from tutti.capture.python.python_state import Findings, PythonState
 from tutti.capture.state.found_gradients import found_gradients
 from tutti.capture.state.left_modes import hooks_kept
-from tutti.capture.state.lift import numbers, optimizers_of, state_of
+from tutti.capture.state.lift import called_optimizers, numbers, state_of
 from tutti.capture.step import Captured
 from tutti.capture.substitutes.sparse import dense
 from tutti.errors import TuttiError
@@ -351,7 +351,7 @@ class CaptureComparison:
 
     def run(self, steps: int) -> None:
         """Take `steps` steps on both sides, or fewer if a later step is another program."""
-        trained = self.train_step, self.model, optimizers_of(self.optimizer)
+        trained = self.train_step, self.model, called_optimizers(self.optimizer)
         python = PythonState(*trained, Findings(), arguments_of(self.batch))
         outside = {name: entry.get() for name, entry in self.captured.outside.items()}
         generators = self.captured.drawn.generators().values()

@@ -21,7 +21,7 @@ from tutti.capture.python.held_values import MISSING, named
 from tutti.capture.python.identities import Identities, replaced_inside
 from tutti.capture.python.python_state import Findings, PythonState
 from tutti.capture.state.gradient_hooks import carry_hooks
-from tutti.capture.state.lift import optimizers_of
+from tutti.capture.state.lift import called_optimizers
 from tutti.capture.state.optimizer_copies import Memo, copied, optimizers_copied_whole
 
 
@@ -44,7 +44,7 @@ def copies_in_place(
         copied_kind = isinstance(value, Optimizer | nn.Module | Tensor | dict | list)
         return memo.get(id(value), value) if copied_kind else value
 
-    python = PythonState(train_step, model, optimizers_of(optimizer), Findings(), arguments)
+    python = PythonState(train_step, model, called_optimizers(optimizer), Findings(), arguments)
     with python.restored(), warnings.catch_warnings():
         # The copy has its own `step`, without the wrapper by which a schedule notices its calls.
         warnings.filterwarnings("ignore", "Seems like `optimizer.step")
@@ -58,7 +58,7 @@ def copies_in_place(
                 entry.put(new)
         step = replaced_inside(train_step, copy_of)
         tensors = {i: x for i, x in memo.items() if isinstance(x, Tensor)}
-        of_copies = PythonState(step, made[0], optimizers_of(made[1]), Findings(), arguments)
+        of_copies = PythonState(step, made[0], called_optimizers(made[1]), Findings(), arguments)
         with Identities(tensors).inside_of(of_copies.tables):
             yield step, *made
 

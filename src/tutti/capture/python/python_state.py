@@ -57,6 +57,7 @@ from tutti.capture.python.reach import PLAIN, reach
 from tutti.capture.python.read_places import Site
 from tutti.capture.python.shared_tensors import Labels, Sharing
 from tutti.capture.python.symbols import SYMBOLS
+from tutti.capture.state.first_step import is_pure_wrapper
 from tutti.capture.state.free_numbers import is_finite
 from tutti.capture.state.lift import is_scheduled
 from tutti.capture.state.new_slots import slot_ahead
@@ -194,6 +195,7 @@ class PythonState:
         findings.ids |= {id(x): i for i, x in enumerate((*model.parameters(), *model.buffers()))}
         reached = reach(step, model, optimizers, findings.ids, arguments, findings.kinds)
         self._own = {id(x) for x in (*model.parameters(), *model.buffers())}
+        optimizers = [one for one in optimizers if not is_pure_wrapper(one)]
         self.states = {id(one.state): one for one in optimizers}
         self.states |= {id(x): one for one in optimizers for x in one.state.values()}
         self._stored, self.names, self.scopes = reached.stored, reached.names, reached.scopes

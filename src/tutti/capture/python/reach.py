@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tutti import errors
 from tutti.capture.python.held_values import CELL, ITEM, MEMBER, SCOPE, SLOT, Table, plain_sequence
+from tutti.capture.state.first_step import is_pure_wrapper
 from tutti.capture.state.lift import is_scheduled, names_of
 from tutti.capture.state.optimizer_copies import own_step
 from tutti.capture.state.tensor_attributes import NOT_OF_USERS, user_attributes
@@ -352,11 +353,12 @@ class _Walk:
         self.tables.append(table)
         for key in keys:
             self._value(vars(one)[key], f"{prefix}.{key}")
-        for g, group in enumerate(one.param_groups):
-            for key, value in group.items():
-                if key != "params" and not is_scheduled(key, value):
-                    self._value(value, f"{prefix}.{g}.{key}")
-        self._state_of(one, prefix)
+        if not is_pure_wrapper(one):
+            for g, group in enumerate(one.param_groups):
+                for key, value in group.items():
+                    if key != "params" and not is_scheduled(key, value):
+                        self._value(value, f"{prefix}.{g}.{key}")
+            self._state_of(one, prefix)
         if (step := own_step(one)) is not None:
             self._value(step, f"{prefix}.step")
         self._data_of(type(one))

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from tutti.errors import CaptureError, TuttiError
+from tutti.torch_private.optimizer_marks import is_hooked
 from tutti.torch_private.storages import memory_id
 
 # By kind: the reason and the fix.
@@ -38,13 +39,42 @@ def refuse_kind(optimizer: Optimizer) -> None:
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizer, and those that it holds as attributes and calls (`base_optimizer` of SAM).
 
-    A wrapper without groups of its own (Accelerate's) is none: its groups and state are those of another.
+    A wrapper without groups and state of its own (Accelerate's) is none: those are another's. A wrapper with
+    state of its own is one (Lookahead, which keeps slow weights).
     """
+    found = _held(optimizer)
+    return [
+        one for one in found if owns_groups(one) or (is_hooked(one) and "state" in vars(one))
+    ] or found
+
+
+def pure_wrappers(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizer, and those that it holds, if they have no groups and no state of their own.
+
+    Only those whose steps PyTorch's hooks see.
+    """
+    return [one for one in _held(optimizer) if is_pure_wrapper(one)]
+
+
+def is_pure_wrapper(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is one of those."""
+    own = owns_groups(optimizer) or "state" in vars(optimizer)
+    return (
+        is_hooked(optimizer) and not own and any(one is not optimizer for one in _held(optimizer))
+    )
+
+
+def owns_groups(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has groups of its own: those of a wrapper may be another's, by a property."""
+    return "param_groups" in vars(optimizer)
+
+
+def _held(optimizer: Optimizer) -> list[Optimizer]:
     found = [optimizer]
     for one in found:
         held = (x for x in vars(one).values() if isinstance(x, Optimizer))
         found += [x for x in held if not any(x is y for y in found)]
-    return [one for one in found if "param_groups" in vars(one)] or found
+    return found
 
 
 def take_first_step(optimizer: Any, fresh: list[Tensor]) -> None:

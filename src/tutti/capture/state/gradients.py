@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tutti.capture.backwards import Engine, around_backward
 from tutti.capture.patch_table import GRAD, MODULE_ZERO_GRAD, OPTIMIZER_ZERO_GRAD, ZERO
 from tutti.capture.state.kept_gradients import THERE, VALUE, Kept, Question, is_so
-from tutti.capture.state.lift import StateTensor, optimizers_of
+from tutti.capture.state.lift import StateTensor, called_optimizers, optimizers_of
 from tutti.errors import CaptureError
 from tutti.graph.analysis.order import ancestors
 from tutti.graph.edits.patch import hook_here, replaced
@@ -196,7 +196,7 @@ class Gradients:
         optimizers = optimizers_of(optimizer)
         held = {id(p) for one in optimizers for g in one.param_groups for p in g["params"]}
         self._all: dict[int, Gradient] = {}
-        self._optimizers = {id(one) for one in optimizers}
+        self._optimizers = {id(one) for one in called_optimizers(optimizer)}
         self._storages: dict[int, Gradient] = {}
         self.ends: dict[str, Kept] = {}
         self.answers: dict[Question, bool] = {}

@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 
 from tutti.capture.state.first_step import (
     inner_optimizers,
+    owns_groups,
     part_from_weights,
+    pure_wrappers,
     refuse_kind,
     take_first_step,
 )
@@ -83,6 +85,18 @@ def optimizers_of(optimizer: Any) -> list[Optimizer]:
                 fix="tutti.distribute(train_step, model, optimizer)",
             )
     every = [inner for one in found for inner in inner_optimizers(one)]
+    return list({id(one): one for one in every}.values())
+
+
+def called_optimizers(optimizer: Any) -> list[Optimizer]:
+    """Those of `optimizers_of`, and then those without groups and state of their own, which call others."""
+    return [*optimizers_of(optimizer), *wrappers_of(optimizer)]
+
+
+def wrappers_of(optimizer: Any) -> list[Optimizer]:
+    """The optimizers in `optimizer` without groups and state of their own, which call others."""
+    found = [] if optimizer is None else tree_leaves(optimizer)
+    every = [one for outer in found for one in pure_wrappers(outer)]
     return list({id(one): one for one in every}.values())
 
 
@@ -328,7 +342,8 @@ def swapped(
                         undo.append((table, name, old))
                         table[name] = tensors[id(old)]
                         places.append(SwappedTensor(partial(table.get, name), table[name]))
-        for one in optimizers_of(optimizer):
+        # A wrapper finds its slots by the parameters in the groups of another.
+        for one in sorted(optimizers_of(optimizer), key=owns_groups):
             places += _swap_optimizer(one, tensors, undo)
         for hyper in hypers_of(optimizer):
             group = hyper.optimizer.param_groups[hyper.group]
@@ -381,7 +396,9 @@ def _swap_optimizer(
         if id(x) in put
     ]
     state.update({k: v for k, v in one.state.items() if not isinstance(k, Tensor)})
-    one.state, one.param_groups = state, groups
+    one.state = state
+    if owns_groups(one):
+        one.param_groups = groups
     return places
 
 
