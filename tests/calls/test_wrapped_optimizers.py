@@ -14,6 +14,7 @@ from torch.optim import SGD, Adam, Optimizer
 import tutti
 from ranks import Ranks
 from runs import whole
+from tutti.errors import TuttiError
 
 NUM_CALLS = 6
 
@@ -144,3 +145,20 @@ def test_two_ranks_are_eager(ranks: Ranks, layout: str) -> None:
     for name in ("pure", "slow Adam", "late"):
         for found in ranks.run(played, name, layout, n=2):
             assert_same(found, played(name, None))
+
+
+class Wrapper:
+    """A user's object that holds an optimizer."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.accumulates, self.optimizer = 1, optimizer
+
+
+def test_an_object_around_an_optimizer_is_refused_with_the_optimizer() -> None:
+    model = nn.Linear(4, 4)
+    wrapper: Any = Wrapper(SGD(model.parameters(), lr=0.1))
+    with pytest.raises(
+        TuttiError, match=r"expected a torch\.optim\.Optimizer, got Wrapper"
+    ) as caught:
+        tutti.distribute(lambda model, optimizer, x: x, model, wrapper)
+    assert "wrapper.optimizer" in caught.value.fix and "closure" in caught.value.fix

@@ -80,12 +80,21 @@ def optimizers_of(optimizer: Any) -> list[Optimizer]:
     found = [] if optimizer is None else tree_leaves(optimizer)
     for one in found:
         if not isinstance(one, Optimizer):
-            raise TuttiError(
-                f"expected a torch.optim.Optimizer, got {type(one).__name__}",
-                fix="tutti.distribute(train_step, model, optimizer)",
-            )
+            raise _no_optimizer(one)
     every = [inner for one in found for inner in inner_optimizers(one)]
     return list({id(one): one for one in every}.values())
+
+
+def _no_optimizer(given: Any) -> TuttiError:
+    """The error for another object in the place of an optimizer."""
+    kind, fix = type(given).__name__, "tutti.distribute(train_step, model, optimizer)"
+    held = [name for name, x in getattr(given, "__dict__", {}).items() if isinstance(x, Optimizer)]
+    if held:
+        fix = (
+            f"tutti.distribute(train_step, model, wrapper.{held[0]}); the step reaches the {kind} "
+            "by a closure or a global"
+        )
+    return TuttiError(f"expected a torch.optim.Optimizer, got {kind}", fix=fix)
 
 
 def called_optimizers(optimizer: Any) -> list[Optimizer]:
