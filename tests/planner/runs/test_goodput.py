@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -38,6 +39,22 @@ def test_goodput_is_that_of_drawn_runs(interval: float, save: float, restart: fl
     one = Reliability(num_devices=1000, mtbf=3000 * HOUR, save=save, restart=restart)
     mean = sum(drawn(one, interval, 4000 * HOUR, seed) for seed in range(3)) / 3
     assert one.goodput(interval) == pytest.approx(mean, rel=0.02)
+
+
+@pytest.mark.parametrize(("interval", "restart"), [(53.5, 300.0), (53.5, 90.0), (200.0, 300.0)])
+def test_failures_during_restarts_count(interval: float, restart: float) -> None:
+    """A restart that takes longer than the time between failures begins many times."""
+    one = Reliability(num_devices=1, mtbf=180.0, save=10.0, restart=restart)
+    mean = sum(drawn(one, interval, 400 * HOUR, seed) for seed in range(5)) / 5
+    closed = interval / (180 * math.exp(restart / 180) * (math.exp((interval + 10) / 180) - 1))
+    assert one.goodput(interval) == pytest.approx(closed)
+    assert one.goodput(interval) == pytest.approx(mean, rel=0.03)
+
+
+def test_a_restart_does_not_change_the_best_interval() -> None:
+    one, other = (Reliability(1, 180.0, 10.0, restart) for restart in (0.0, 1e6))
+    assert one.best_interval() == pytest.approx(other.best_interval())
+    assert other.goodput(one.best_interval()) == 0.0
 
 
 @pytest.mark.parametrize("save", [1.0, 30.0, 600.0])

@@ -4,7 +4,7 @@ A run works for an interval, saves for C seconds, and so on. Devices fail indepe
 seconds on average, so n of them every M = mtbf / n. A failure loses the work since the last checkpoint and
 costs R seconds to restart, in which the run may fail again:
 
-    wall seconds of an interval tau  =  (M + R) (exp((tau + C) / M) - 1)
+    wall seconds of an interval tau  =  M exp(R / M) (exp((tau + C) / M) - 1)
     goodput                          =  tau / wall seconds
     best interval                    =  where goodput is highest; near sqrt(2 C M) - C (Young 1974)
 
@@ -15,7 +15,7 @@ Generation Computer Systems 22, 2006, equation 20.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scipy.optimize import minimize_scalar
 
@@ -51,10 +51,11 @@ class Reliability:
 
     def goodput(self, interval: float) -> float:
         """The share of the time that trains, 0 to 1, with a checkpoint every `interval` seconds."""
-        exponent = (interval + self.save) / self.mean_seconds
-        if exponent > _MOST:
+        working = (interval + self.save) / self.mean_seconds
+        restarting = self.restart / self.mean_seconds
+        if working + restarting > _MOST:
             return 0.0
-        return interval / ((self.mean_seconds + self.restart) * math.expm1(exponent))
+        return interval / (self.mean_seconds * math.exp(restarting) * math.expm1(working))
 
     def best_interval(self) -> float:
         """Seconds between checkpoints with the highest goodput; the shorter, the cheaper a checkpoint.
@@ -68,11 +69,12 @@ class Reliability:
             raise PlanError(
                 f"a run that fails every {format_seconds(self.mean_seconds)} never saves: a checkpoint takes "
                 f"{format_seconds(self.save)}",
-                why=f"each of {self.num_devices} devices fails every {format_seconds(self.mtbf)}",
+                why=f"each of {self.num_devices} devices at work fails every {format_seconds(self.mtbf)}",
                 fix="a longer time between failures",
             )
+        without = replace(self, restart=0.0)  # a restart costs every interval the same share
         found = minimize_scalar(
-            lambda x: -self.goodput(math.exp(x)),
+            lambda x: -without.goodput(math.exp(x)),
             bounds=(math.log(self.save) - 10, math.log(self.mean_seconds) + 3),
             method="bounded",
         )
