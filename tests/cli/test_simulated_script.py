@@ -89,6 +89,23 @@ def test_failures_have_a_best_interval(script: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("layout", "devices", "num"),
+    [
+        ("data=4", "64 x h100", 4),
+        ("data=4 pipe=2", "64 x h100", 8),
+        ("replica=2 server=1 sync=async", "64 x h100", 3),
+        ("replica=2 server=1 sync=async", "2 x h100", 2),
+    ],
+)
+def test_only_devices_at_work_fail(layout: str, devices: str, num: int, script: Path) -> None:
+    result = simulate(script, layout, "--global-batch", "16", "--mtbf", "100", devices=devices)
+    assert f"{num} devices at work, a failure every " in result.stdout, result.output
+    found = re.search(r"a failure every ([\d.e+]+) s", result.stdout)
+    assert found is not None, result.stdout
+    assert float(found[1]) == pytest.approx(3600 * 100 / num, rel=0.01)
+
+
+@pytest.mark.parametrize(
     ("sync", "text"),
     [("async", "updates old, 3 at most"), ("step", "gradients are 0 updates old, 0 at most")],
 )

@@ -113,6 +113,7 @@ def _failures(made: SimulatedRun) -> list[str]:
     steps = max(1, round(best / made.estimate.seconds))
     interval = steps * made.estimate.seconds
     return [
-        f"a failure every {format_seconds(one.mean_seconds)}: save every {steps} steps "
+        f"{one.num_devices} {'device' if one.num_devices == 1 else 'devices'} at work, a failure every "
+        f"{format_seconds(one.mean_seconds)}: save every {steps} steps "
         f"({format_seconds(interval)}); goodput {one.goodput(interval):.1%}",
     ]

@@ -124,8 +124,15 @@ def simulated_run(
         workers = play_workers(times, serve, _ahead(layout))
     reliability = None
     if recovery is not None:
-        reliability = Reliability(cluster.count, recovery.mtbf, recovery.save, recovery.restart)
+        reliability = Reliability(
+            _num_at_work(layout, cluster), recovery.mtbf, recovery.save, recovery.restart
+        )
     return SimulatedRun(estimate, events, sound_seconds, reliability, workers, rounds)
+
+
+def _num_at_work(layout: Layout, cluster: Cluster) -> int:
+    """Devices whose failure ends the run: those of ranks, and of servers as far as devices are left."""
+    return min(cluster.count, layout.num_ranks + layout.server)
 
 
 def _of_one_replica(layout: Layout) -> dict[str, int]:
