@@ -96,6 +96,43 @@ def test_a_pipeline_has_the_bubble_of_its_schedule(micro: int) -> None:
     assert made.kinds[IDLE] > 0
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "",
+        "micro=4",
+        "data=2 zero=3",
+        "tensor=2 micro=2",
+        "pipe=2 micro=4",
+        "pipe=2 micro=2 schedule=gpipe",
+        "pipe=4 micro=4 schedule=zb",
+        "pipe=2 micro=4 schedule=interleaved(2)",
+        "pipe=2 micro=4 schedule=zbv",
+        "data=2 pipe=2 micro=2 zero=1",
+        "data=2 pipe=2 micro=4 zero=2",
+        "data=2 pipe=2 micro=2 zero=3",
+        "data=8 pipe=2 micro=1",
+        "tensor=2 pipe=2 micro=2",
+        "pipe=2 micro=4 remat=full",
+    ],
+)
+@pytest.mark.parametrize("ranks_per_processor", [1.0, 2.0])
+def test_the_kinds_of_time_are_the_step(layout: str, ranks_per_processor: float) -> None:
+    """The ends of the step count, too: ranks that have fewer layers wait there for the others."""
+    torch.manual_seed(0)
+    sizes = [(256, 64), (64, 512), (512, 64), (64, 256), (256, 8)]
+    layers = [layer for size in sizes for layer in (nn.Linear(*size), nn.Tanh())]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    job = Job.of(train_step, model, optimizer, Layout())
+    made_of = CandidatePrograms(job, (torch.randn(32, 256),), on_processors=False)
+    program = made_of.program(Layout.parse(layout))
+    machine = PricedMachine.of(Cluster.parse("16 x h100"))
+    machine = replace(machine, ranks_per_processor=ranks_per_processor, call_seconds=1e-4)
+    made = estimate(program, machine)
+    assert sum(made.kinds.values()) == pytest.approx(made.seconds, abs=4e-9)
+
+
 def test_a_kind_of_rounding_alone_is_none() -> None:
     """0.1 + 0.2 - 0.3 is 5.6e-17."""
     assert kinds_of({COMPUTE: 0.1, SHARED: 0.1 + 0.2 - 0.3, IDLE: -1e-19}) == {COMPUTE: 0.1}

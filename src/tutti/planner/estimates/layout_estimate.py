@@ -222,8 +222,10 @@ class _ProgramEstimate:
             total.add(part)
         first = max(before.seconds for before, _, _ in played)
         last = max(after.seconds for _, _, after in played)
-        total.kinds[IDLE] += max(0.0, timeline.seconds - played[busiest][1].seconds)  # type: ignore[assignment]
-        total.seconds = first + timeline.seconds + last
+        whole = first + timeline.seconds + last
+        # It waits within the schedule, and for ranks with longer parts before and after.
+        total.kinds[IDLE] += max(0.0, whole - total.seconds)  # type: ignore[assignment]
+        total.seconds = whole
         for pipe_rank, body in enumerate(bodies):
             sent = _sent_nbytes(made, body, pipe_rank) if body else 0
             total.nbytes[self._link] = max(total.nbytes[self._link], sent)
