@@ -159,7 +159,8 @@ def _text(made: PlanAnswer, why: bool, diff: tuple[str, str] | None, top: int) -
     peaks = [f"{x:.3g}" + (f" in {name}" if several else "") for name, x in made.peaks.items()]
     text.append(
         f"{made.rows} samples a step. MFU: operations of the model, attention over all pairs of tokens, "
-        f"nothing recomputed, of the dense peak, {' and '.join(peaks)} FLOP/s a device."
+        "nothing recomputed (a backward counts twice its forward), of the dense peak, "
+        f"{' and '.join(peaks)} FLOP/s a device."
     )
     if made.composes:
         text.append(

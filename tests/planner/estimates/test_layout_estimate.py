@@ -19,7 +19,7 @@ from tutti.layout import Layout
 from tutti.passes.pass_table import optimized
 from tutti.passes.target import Target
 from tutti.planner.estimates.graph_clock import COLLECTIVES, COMPUTE, IDLE, SHARED, kinds_of
-from tutti.planner.estimates.layout_estimate import Estimate, estimate
+from tutti.planner.estimates.layout_estimate import Estimate, estimate, flops_of_nodes
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.memory import predict
 from tutti.planning.candidate_programs import CandidatePrograms
@@ -187,6 +187,29 @@ def test_a_sum_may_begin_before_a_loop_and_end_after_it() -> None:
     program = made.program(Layout.parse("tensor=4 micro=16"))
     machine = PricedMachine.of(Cluster.parse("8 x h100"))
     assert estimate(program, machine).kinds[COLLECTIVES] > 0
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.qkv, self.out = nn.Embedding(32, 16), nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.qkv(self.words(tokens))
+        q, k, v = (y.unflatten(-1, (4, 4)).transpose(1, 2) for y in x.chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def test_the_operations_of_a_model_are_those_of_the_papers() -> None:
+    """6 a weight of a matmul for each token, and 12 x width x tokens of attention: PaLM's appendix B."""
+    model = _Attention()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = Job.of(train_step, model, optimizer, Layout())
+    made = CandidatePrograms(job, (torch.randint(0, 32, (2, 10)),), on_processors=False)
+    nodes = list(made.captured("fp32").graph.nodes)
+    assert any("attention" in str(n.target) and "backward" in str(n.target) for n in nodes)
+    assert flops_of_nodes(nodes) == pytest.approx(20 * (6 * (16 * 48 + 16 * 16) + 12 * 16 * 10))
 
 
 def test_slower_links_take_longer() -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from tutti.costs.rank_groups import RankGroups
-from tutti.graph.analysis.cost import flops_of, rates_for
+from tutti.graph.analysis.cost import flops_of, model_flops_of, rates_for
 from tutti.graph.ops.collectives import axes_of
 from tutti.graph.ops.loop import REDUCE, Body
 from tutti.layout import Layout
@@ -116,9 +116,12 @@ def traced(
 
 
 def flops_of_nodes(nodes: Iterable[fx.Node]) -> float:
-    """Multiplications and additions of matmuls, convolutions and attention in a captured step. Attention
-    counts every pair of tokens, masked ones, too."""
-    return sum(map(flops_of, nodes))
+    """Multiplications and additions of matmuls, convolutions and attention in a captured step.
+
+    Attention counts every pair of tokens, masked ones, too, and the backward nothing that its kernel
+    recomputes: the convention of PaLM's and Megatron's formulas.
+    """
+    return sum(map(model_flops_of, nodes))
 
 
 def dtype_of_nodes(nodes: Iterable[fx.Node]) -> torch.dtype:
