@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,12 @@ def run(folder: Path, **environment: str) -> tuple[str, str]:
 def test_a_run_says_it_once_and_computes_the_same(tmp_path: Path) -> None:
     out, err = run(tmp_path)
     (line,) = [x for x in err.splitlines() if " measured" in x]
-    assert line.startswith("step ") and "; memory " in line and line.endswith(" predicted")
+    assert line.startswith("step ") and "; peak memory " in line
+    held = re.search(r"\(([\d.]+) kB of it held between calls\)", line)
+    # 272 parameters, half of each of Adam's moments, and the batch, of 4 bytes each.
+    assert held is not None and float(held[1]) == pytest.approx(
+        4 * (2 * 272 + 128) / 1000, rel=0.05
+    )
     assert run(tmp_path, TUTTI_PREDICTION="0") == (out, "")
 
 

@@ -120,10 +120,11 @@ def test_records_change_no_number_and_have_each_loss(
     assert sum(memory[f"{k}_nbytes"] for k in kinds) == memory["peak_nbytes"]
     (measured,) = of(tmp_path, "measured")
     assert measured["nbytes"] == measured["predicted_nbytes"] == memory["call_nbytes"]
+    assert measured["held_nbytes"] + measured["nbytes"] == memory["peak_nbytes"]
     timed = sorted(r[2] for r in rows[MEASURED_CALL : MEASURED_CALL + NUM_TIMED])
     assert measured["seconds"] == pytest.approx(timed[NUM_TIMED // 2], rel=1e-4)
     shown = capsys.readouterr().err
-    assert shown.count("\n") == 1 and " measured; memory " in shown and " predicted" in shown
+    assert shown.count("\n") == 1 and " measured; peak memory " in shown and " predicted" in shown
     assert "of it" in text and "; measured" in text  # as after `Step.measure`
 
 
@@ -144,10 +145,10 @@ def test_the_prediction_of_a_plan_is_of_its_step(
         return capsys.readouterr().err
 
     monkeypatch.setenv(PLAN.name, str(tmp_path / "plan.json"))
-    assert " measured, 250 ms predicted; memory " in take_steps("planned")
+    assert " measured, 250 ms predicted; peak memory " in take_steps("planned")
     assert of(tmp_path / "planned", "measured")[0]["predicted_seconds"] == 0.25
     monkeypatch.delenv(PLAN.name)
-    assert " measured; memory " in take_steps("written")
+    assert " measured; peak memory " in take_steps("written")
     assert of(tmp_path / "written", "measured")[0]["predicted_seconds"] is None
     monkeypatch.setenv(PREDICTION.name, "0")
     assert take_steps("silent") == "" and len(of(tmp_path / "silent", "measured")) == 1
@@ -155,13 +156,15 @@ def test_the_prediction_of_a_plan_is_of_its_step(
 
 def test_the_line_needs_both_sides() -> None:
     assert (
-        beside(0.2, None, None, None)
-        == beside(None, 0.2, None, 5)
-        == beside(0.2, None, 5, None)
+        beside(0.2, None, None, None, None)
+        == beside(None, 0.2, None, 5, 7)
+        == beside(0.2, None, 5, None, None)
         == ""
     )
-    assert beside(0.2, 0.25, None, 5) == "step 200 ms measured, 250 ms predicted"
-    assert beside(0.2, None, 5, 6) == "step 200 ms measured; memory 5 B measured, 6 B predicted"
+    assert beside(0.2, 0.25, None, 5, 7) == "step 200 ms measured, 250 ms predicted"
+    assert beside(0.2, None, 5, 6, 7) == (
+        "step 200 ms measured; peak memory 12 B measured, 13 B predicted (7 B of it held between calls)"
+    )
 
 
 @pytest.mark.parametrize(("function", "names"), [(in_a_dict, ["loss", "norm"]), (silent, [])])

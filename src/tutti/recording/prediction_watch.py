@@ -11,7 +11,7 @@ from tutti.capture.state.lift import optimizers_of
 from tutti.environment import PREDICTION, RUN_DIR
 from tutti.job import Job
 from tutti.recording.first_calls import FirstCalls
-from tutti.recording.step_forecast import beside, say
+from tutti.recording.step_forecast import beside, call_and_held, say
 
 _numbers = count(1)  # of the steps that train, in this process
 
@@ -60,17 +60,17 @@ class PredictionWatch:
 
     def _tell(self, seconds: float, program: MeasuredProgram) -> None:
         nbytes = program.measured
-        call_nbytes = None if nbytes is None else _call_nbytes(program)
-        line = beside(seconds, self._predicted_seconds, nbytes, call_nbytes)
+        memory = {} if nbytes is None else _memory_facts(program)
+        line = beside(seconds, self._predicted_seconds, nbytes, *call_and_held(memory))
         say(line, "" if self._number == 1 else self._name)
 
 
-def _call_nbytes(program: MeasuredProgram) -> int | None:
+def _memory_facts(program: MeasuredProgram) -> dict[str, Any]:
     """The predicted memory of a call."""
     try:
-        return program.memory_facts()["call_nbytes"]
+        return program.memory_facts()
     except Exception:  # a line must not end the run that it is about
-        return None
+        return {}
 
 
 def prediction_watch_of(job: Job, predicted_seconds: float | None) -> PredictionWatch | None:

@@ -22,7 +22,7 @@ from tutti.job import Job
 from tutti.recording.first_calls import FirstCalls
 from tutti.recording.returned_scalars import ReturnedScalars
 from tutti.recording.run_writer import RunWriter
-from tutti.recording.step_forecast import beside, say
+from tutti.recording.step_forecast import beside, call_and_held, say
 from tutti.recording.step_rows import StepRows
 
 MOST_DESCRIBED = 3  # programs of one step with all their facts
@@ -110,11 +110,12 @@ class StepWatch:
 
     def _tell(self, seconds: float, program: Watched) -> None:
         facts = self._known.get(program.number, {})
-        call_nbytes = facts.get("memory", {}).get("call_nbytes")
+        call_nbytes, held_nbytes = call_and_held(facts.get("memory", {}))
         predicted = self._predicted_seconds
         shown = {"seconds": seconds, "predicted_seconds": predicted, "nbytes": program.measured}
-        self._out.write("measured", of=self._number, **shown, predicted_nbytes=call_nbytes)
-        line = beside(seconds, predicted, program.measured, call_nbytes)
+        counted = {"predicted_nbytes": call_nbytes, "held_nbytes": held_nbytes}
+        self._out.write("measured", of=self._number, **shown, **counted)
+        line = beside(seconds, predicted, program.measured, call_nbytes, held_nbytes)
         say(line, "" if self._number == 1 else self._job.step_name)
 
     def _describe_step(self) -> None:

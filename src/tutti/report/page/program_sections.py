@@ -85,7 +85,7 @@ def _memory_table(run: RunRecords, facts: Event, measured: Sequence[int]) -> Blo
     if measured and measured[0] > own["call_nbytes"] and len(run.processes) > 1:
         caption += "; the measured bytes count buffers that a thread of the engine has released"
     kinds = ("state", "gradients", "activations", "other")
-    head = ("rank", "peak", *kinds, "of a call", "measured", "peak at")
+    head = ("rank", "peak", *kinds, "of a call", "of a call, measured", "peak at")
     return table(caption, head, rows, range(1, 8))
 
 

@@ -197,10 +197,8 @@ def times(run: RunRecords, steps: Sequence[StepSeries]) -> Section | None:
     blocks: list[Block] = []
     rows = [_measured(one, run) for one in steps]
     if any(row is not None for row in rows):
-        head = ("step", "measured", "predicted", "memory of a call, measured", "predicted")
-        blocks.append(
-            table("Measured beside predicted", head, [r for r in rows if r], (1, 2, 3, 4))
-        )
+        head = ("step", "measured", "predicted", "peak memory, measured", "predicted", "held")
+        blocks.append(table("Measured beside predicted", head, [r for r in rows if r], range(1, 6)))
     for one in steps:
         curve = [Curve("seconds", one.seconds)]
         title = f"Time of each step of {one.title}"
@@ -220,16 +218,22 @@ def _measured(one: StepSeries, run: RunRecords) -> tuple[str, ...] | None:
     assert run.leader is not None
     found = [r for r in run.leader.last.of("measured") if r.get("of") == one.told.get("of")]
     told: Event = found[-1] if found else {}
-    seconds = one.median_seconds
+    seconds, held = one.median_seconds, told.get("held_nbytes")
     if seconds is None:
         return None
     return (
         one.title,
         format_seconds(seconds),
         or_words(format_seconds, told.get("predicted_seconds"), "no figures of this machine"),
-        or_words(format_nbytes, told.get("nbytes"), "not measured"),
-        or_words(format_nbytes, told.get("predicted_nbytes"), "not predicted"),
+        or_words(format_nbytes, _sum(held, told.get("nbytes")), "not measured"),
+        or_words(format_nbytes, _sum(held, told.get("predicted_nbytes")), "not predicted"),
+        or_words(format_nbytes, held, "not predicted"),
     )
+
+
+def _sum(held: Any, added: Any) -> Any:
+    """Bytes held between calls, and those that a call adds at its peak; None if one of them is not known."""
+    return None if held is None or added is None else held + added
 
 
 def or_words(show: Any, value: Any, otherwise: str) -> str:
