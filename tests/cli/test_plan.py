@@ -85,6 +85,15 @@ def test_the_table_has_all_columns(script: Path) -> None:
     assert "more that fit" in result.stdout
 
 
+def test_a_long_plan_says_how_far_it_is(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "--devices", "2 x h100", "--layout", "data=2 micro=1 remat=none"
+    assert "planning" not in plan(script, *words).output
+    monkeypatch.setattr(plan_layouts, "_SECONDS_BETWEEN", 0.0)
+    result = plan(script, *words, "--json")
+    assert re.search(r"planning: layout 1 of \d+\n", result.stderr)
+    assert json.loads(result.stdout)
+
+
 def test_a_larger_batch(script: Path) -> None:
     words = "--devices", "4 x h100", "--layout", "data=4 micro=1 remat=none"
     few = {r["layout"]: r for r in records(script, *words)}
@@ -205,7 +214,8 @@ def test_an_answer_comes_before_its_file(
     """The folder goes while the plan works."""
     (folder := tmp_path / "plans").mkdir()
     monkeypatch.setattr(
-        "tutti.cli.plan_layouts._progress", lambda *_: folder.exists() and folder.rmdir()
+        "tutti.cli.plan_layouts._PlanProgress.__call__",
+        lambda *_: folder.exists() and folder.rmdir(),
     )
     words = "--devices", "2 x h100", "--layout", "data=2 micro=1 remat=none"
     result = plan(script, *words, "--save", str(folder / "plan.json"))
@@ -245,7 +255,7 @@ def test_a_plan_and_a_layout_are_refused(script: Path, tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "one of them" in result.stderr
     result = CliRunner().invoke(app, ["run", "--plan", str(path), str(script)])
-    assert "no plan of this version" in result.stderr
+    assert "is no plan: it lacks devices" in result.stderr
 
 
 def test_a_plan_of_this_machine_warns_of_other_work(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from tutti.launch.script import Script
 if TYPE_CHECKING:
     from tutti.distributed_step import Step
     from tutti.planning.layout_plan import PlanAnswer, PlanQuestion
+
+_SECONDS_BETWEEN = 30.0  # lines of progress where stderr is no terminal
 
 
 def plan(
@@ -77,11 +80,13 @@ def plan(
     if save is not None:
         check_file(save, "the plan")
 
+    progress = _PlanProgress()
+
     def seen(step: Step, batch: tuple[Any, ...]) -> PlanAnswer:
-        return answer(step.mode.running.job, batch, question, seen=_progress)
+        return answer(step.mode.running.job, batch, question, seen=progress)
 
     def show(made: PlanAnswer) -> None:
-        _progress(0, 0)
+        progress(0, 0)
         if as_json:
             print(json.dumps(as_records(made.ranking), indent=1), flush=True)
             for sentence in _not_listed(made, every=True):
@@ -192,8 +197,16 @@ def _not_listed(made: PlanAnswer, *, every: bool) -> list[str]:
     return [f'{len(left_out)} layouts are left out, such as "{layout}": {reason}']
 
 
-def _progress(done: int, total: int) -> None:
-    """A line on a terminal, overwritten; nothing elsewhere."""
-    if sys.stderr.isatty():
+class _PlanProgress:
+    """Says on stderr how far a plan is: a line on a terminal, overwritten; else one every half minute."""
+
+    def __init__(self) -> None:
+        self._said = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
         text = f"layout {done + 1} of {total}" if total else ""
-        print(f"\r{text:<30}\r", end="", file=sys.stderr, flush=True)
+        if sys.stderr.isatty():
+            print(f"\r{text:<30}\r", end="", file=sys.stderr, flush=True)
+        elif text and time.monotonic() >= self._said + _SECONDS_BETWEEN:
+            self._said = time.monotonic()
+            print(f"planning: {text}", file=sys.stderr, flush=True)
