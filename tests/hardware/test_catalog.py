@@ -113,6 +113,16 @@ DEVICE_EDITS = [
     ),
     ("capacity = { value = 8e10,", "capacity = { size = 8e10,", 'unknown key "size"'),
     ("[memory]\n", "[memory]\ncolor = 1\n", 'unknown key "color"'),
+    (
+        "float32 = { value = 6.7e13",
+        "float32 = { value = 6e15",
+        "float32 = 6e+15 is above the peak of tf32, 4.947e+14",
+    ),
+    (
+        "capacity = { value = 8e10,",
+        'capacity = { fitted = "no", value = 8e10,',
+        "fitted must be true or false, and is 'no'",
+    ),
     ("[[256, 128],", "[[256, 0],", "tiles must be a list of pairs"),
     ("[[256, 128],", "[[inf, 128],", "tiles must be a list of pairs"),
     ("[[256, 128],", "[[1e400, 128],", "tiles must be a list of pairs"),
@@ -214,3 +224,30 @@ def test_a_dtype_without_a_peak_takes_that_of_float32() -> None:
     assert catalog.device("a100-80gb").peak_of(torch.complex64) == 19.5e12
     with pytest.raises(PlanError, match=r"no peak of torch\.complex64"):
         catalog.device("tpu-v5p").peak_of(torch.complex64)
+
+
+def test_a_file_without_bfloat16_says_so(tmp_path: Path) -> None:
+    text = (FOLDER / "devices" / "h100.toml").read_text()
+    lines = [x for x in text.splitlines() if not x.startswith(("bfloat16", "tf32"))]
+    path = tmp_path / "old.toml"
+    path.write_text("\n".join(lines))
+    with pytest.warns(
+        UserWarning, match=r"old.toml \[peak\] has no bfloat16.* of float32, 6.7e\+13"
+    ):
+        made = catalog.device(str(path))
+    assert made.peak_of(torch.bfloat16) == 6.7e13
+    path = tmp_path / "said.toml"  # emulated, and its file says it
+    path.write_text(
+        "\n".join(lines).replace("[peak]", '[peak]\nbfloat16 = { value = 6.7e13, source = "x" }')
+    )
+    catalog.device(str(path))
+
+
+def test_measured_processors_may_be_slower_in_bfloat16(tmp_path: Path) -> None:
+    text = (FOLDER / "devices" / "h100.toml").read_text()
+    text = text.replace("bfloat16 = { value = 9.894e14", "bfloat16 = { value = 1e13")
+    (tmp_path / "a.toml").write_text(text)
+    with pytest.raises(PlanError, match="is above the peak of bfloat16"):
+        catalog.device(str(tmp_path / "a.toml"))
+    (tmp_path / "b.toml").write_text(text + '\ncall = { value = 1e-4, source = "measured" }\n')
+    assert catalog.device(str(tmp_path / "b.toml")).peak_of(torch.bfloat16) == 1e13

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 
 from tutti.errors import PlanError
@@ -15,6 +17,7 @@ from tutti.hardware.topology import Topology, topology_of
 _FOLDER = Path(__file__).parent
 # Data sheets round their figures.
 _TOLERANCE = 0.01
+_BY_WIDTH = ("float64", "float32", "tf32", "bfloat16")
 
 
 def names_of(kind: str) -> list[str]:
@@ -33,6 +36,8 @@ def device(name: str) -> Device:
     made = device_of(read_table(path), path)
     if path.parent != _FOLDER / "devices":
         _refuse_sparse(made, path)
+        _refuse_faster_wide(made, path)
+        _warn_of_no_bfloat16(made, path)
     return made
 
 
@@ -77,12 +82,44 @@ def _path(kind: str, name: str) -> Path:
     if name.endswith(".toml"):
         return Path(name)
     near = difflib.get_close_matches(name.lower(), known, n=1)
+    if Path(name).is_file():
+        raise PlanError(
+            f"{name} is a file whose name does not end in .toml",
+            why=f"a hardware file is TOML; other names are {', '.join(known)}",
+            fix=f"rename it to {Path(name).stem}.toml",
+        )
     one = {"devices": "device", "links": "link", "topologies": "topology"}[kind]
     raise PlanError(
         f'unknown {one} "{name}"',
         why=f"the {kind} are {', '.join(known)}",
         fix=(f"did you mean {near[0]}? Otherwise " if near else "") + CALIBRATE,
     )
+
+
+def _refuse_faster_wide(made: Device, path: Path) -> None:
+    """Refuse a peak of a wider dtype above that of a narrower one; processors, measured here, may have it."""
+    if made.call_seconds is not None:
+        return
+    for (wide, more), (narrow, less) in combinations(
+        ((name, made.peak[name]) for name in _BY_WIDTH if name in made.peak), 2
+    ):
+        if more.value > (1 + _TOLERANCE) * less.value:
+            raise PlanError(
+                f"{wide} = {more.value:g} is above the peak of {narrow}, {less.value:g}",
+                at=f"{path} [peak]",
+                why="no accelerator computes faster in the wider dtype",
+                fix=f"the dense figures of its data sheet; no line of {narrow}, if the device emulates it",
+            )
+
+
+def _warn_of_no_bfloat16(made: Device, path: Path) -> None:
+    if "bfloat16" not in made.peak and "float32" in made.peak:
+        value = made.peak["float32"].value
+        warnings.warn(
+            f"{path} [peak] has no bfloat16: operations in it have the peak of float32, {value:g}; add a "
+            "line of bfloat16 (with the figure of float32, if the device has none)",
+            stacklevel=3,
+        )
 
 
 def _refuse_sparse(made: Device, path: Path) -> None:

@@ -118,7 +118,9 @@ class FigureTable:
                 fix=bounds.hint or "the figure of a data sheet or of a measurement, in this unit",
             )
         fitted = found.values.get("fitted", False)
-        return Figure(float(value), found.text("source"), bool(fitted))
+        if not isinstance(fitted, bool):
+            raise PlanError(f"fitted must be true or false, and is {fitted!r}", at=found.at)
+        return Figure(float(value), found.text("source"), fitted)
 
     def optional(self, key: str, bounds: Bounds) -> Figure | None:
         """As `figure`; None without the key."""
