@@ -55,8 +55,25 @@ def test_hosts_have_eight_devices_unless_the_topology_says_more() -> None:
         ("0 x h100", "is 0 devices"),
         ("-2 x h100", "is -2 devices"),
         ("8 x", "unknown"),
+        ("64", '64 x NAME, such as "64 x h100"'),
+        ("8 x h100, 8 x a100-80gb", "a cluster has devices of one kind"),
+        ("8 x h100 + 8 x a100-80gb", "a cluster has devices of one kind"),
+        ("8 nodes x 8 h100", '"64 x h100"'),
+        ("8x8 h100", '"64 x h100"'),
+        ("8 x 8 x h100", '"64 x h100"'),
+        ("8 hosts of 8 h100", '"64 x h100"'),
+        ("h100 x 64", '"64 x h100"'),
+        ("h100 x64", '"64 x h100"'),
+        ("64 x none-such", "unknown device"),
     ],
 )
 def test_other_texts_are_refused(text: str, expected: str) -> None:
     with pytest.raises(PlanError, match=expected):
         Cluster.parse(text)
+
+
+def test_a_file_of_another_ending(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine")
+    with pytest.raises(PlanError, match=r"does not end in \.toml[\s\S]*rename it to mine\.toml"):
+        Cluster.parse(f"8 x {path}")
