@@ -11,6 +11,7 @@ from tutti.cli.calibrate import calibrate
 from tutti.cli.checkpoints import checkpoints
 from tutti.cli.ends import OwnProcess, told
 from tutti.cli.explain import explain
+from tutti.cli.plain_warnings import plain_warnings
 from tutti.cli.plan_layouts import plan
 from tutti.cli.report import report
 from tutti.cli.run import run
@@ -39,6 +40,7 @@ class _Application(typer.Typer):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         OwnProcess.begin()
+        plain_warnings()
         return super().__call__(*args, **kwargs)
 
 
