@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tutti.errors import PlanError
+from tutti.errors import PlanError, TuttiError
 from tutti.planning.plan_file import Plan, fingerprint, parse_nbytes
 
 
@@ -94,6 +94,27 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
         Plan.read(tmp_path / "a.json")
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("rows", None, "a.json is no plan: it lacks rows"),
+        ("extra", 1, "a.json is no plan: it has extra"),
+        ("layout", "data=3", r'layout "data=3" needs 3 ranks, and num_ranks is 2\n  at   .*a.json'),
+        ("layout", "data=2 foo=3", r'unknown word "foo=3".*\n  at   .*a.json, layout'),
+        ("num_ranks", 1, "needs 2 ranks, and num_ranks is 1"),
+    ],
+)
+def test_an_edited_plan_is_refused_by_what_is_wrong(
+    field: str, value: object, text: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.json"
+    plan().write(path)
+    values = json.loads(path.read_text()) | {field: value}
+    path.write_text(json.dumps({k: v for k, v in values.items() if v is not None or k == "found"}))
+    with pytest.raises(TuttiError, match=text):
+        Plan.read(path)
+
+
 def test_a_missing_file_or_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="cannot read the plan"):
         Plan.read(tmp_path / "none.json")
@@ -102,13 +123,14 @@ def test_a_missing_file_or_folder_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"), [("70GB", 7e10), ("512 MB", 5.12e8), ("1e9", 1e9), ("1.5 tb", 1.5e12)]
+    ("text", "nbytes"),
+    [("70GB", 7e10), ("512 MB", 5.12e8), ("1e9", 1e9), ("1.5 tb", 1.5e12), ("1GiB", 2**30)],
 )
 def test_bytes(text: str, nbytes: float) -> None:
     assert parse_nbytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "many", "1e20GB"])
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "many", "1e20GB", "70", "70 GO"])
 def test_no_bytes(text: str) -> None:
     with pytest.raises(PlanError, match="as bytes"):
         parse_nbytes(text)

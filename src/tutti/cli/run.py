@@ -112,7 +112,7 @@ def _following(made: Plan, path: Path | None, start: Callable[[], int]) -> Calla
 
 def _planned(path: Path | None, layout: str, num_ranks: int | None, words: list[str]) -> Plan:
     """The plan of a file; with "auto" it is made first, in a process of its own."""
-    from tutti.planning.plan_file import Plan
+    from tutti.planning.plan_file import Plan, ranks_text
     from tutti.quantities import format_nbytes, format_seconds
 
     if path is not None:
@@ -129,7 +129,7 @@ def _planned(path: Path | None, layout: str, num_ranks: int | None, words: list[
         )
     if num_ranks not in (None, made.num_ranks):
         raise LayoutError(
-            f"the plan is for {made.num_ranks} ranks, -n gives {num_ranks}",
+            f"the plan is for {ranks_text(made.num_ranks)}, -n gives {num_ranks}",
             fix=f"-n {made.num_ranks}, or another plan",
         )
     return made

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -18,12 +19,15 @@ from typing import Any
 
 from torch import nn
 
-from tutti.errors import PlanError
+from tutti.errors import LayoutError, PlanError
 from tutti.layout import Layout
 from tutti.planner.search.ranking import RankedLayout, Ranking
 from tutti.quantities import format_nbytes
 
 FORMAT = 2
+_UNITS = {"tb": 1e12, "gb": 1e9, "mb": 1e6, "kb": 1e3, "b": 1.0, "": 1.0}
+_UNITS |= {"tib": 2.0**40, "gib": 2.0**30, "mib": 2.0**20, "kib": 2.0**10}
+_LEAST_BARE = 1e6  # nobody means 70 bytes
 
 
 @dataclass(frozen=True)
@@ -76,13 +80,19 @@ class Plan:
         except (ValueError, UnicodeDecodeError) as error:
             raise PlanError(f"{path} is no plan", why=str(error), fix="tutti plan --save") from None
         names = {f.name for f in fields(Plan)}
-        if not isinstance(values, dict) or values.keys() != names or values["format"] != FORMAT:
+        if not isinstance(values, dict) or values.get("format", FORMAT) != FORMAT:
             raise PlanError(
                 f"{path} is no plan of this version", fix="make it again: tutti plan --save"
             )
+        for what, keys in (("lacks", names - values.keys()), ("has", values.keys() - names)):
+            if keys:
+                raise PlanError(
+                    f"{path} is no plan: it {what} {', '.join(sorted(keys))}",
+                    fix="make it again: tutti plan --save",
+                )
         _check_fields(values, path)
         made = Plan(**values)
-        Layout.parse(made.layout)
+        _check_layout(made, path)
         return made
 
     def check(self, model: nn.Module, version: str, world_size: int, *, at: str = "") -> None:
@@ -98,7 +108,7 @@ class Plan:
             )
         if self.num_ranks != world_size:
             raise PlanError(
-                f"the plan is for {self.num_ranks} ranks, and {world_size} are running",
+                f"the plan is for {ranks_text(self.num_ranks)}, and {world_size} are running",
                 at=at,
                 fix=f"-n {self.num_ranks}, or {again}",
             )
@@ -109,6 +119,26 @@ class Plan:
                 why=f"the plan's model is {self.model}, this one is {own}",
                 fix=again,
             )
+
+
+def ranks_text(count: int) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{count} rank" if count == 1 else f"{count} ranks"
+
+
+def _check_layout(made: Plan, path: Path) -> None:
+    """Refuse a layout that is none, or of another number of ranks: somebody has edited the file."""
+    try:
+        layout = Layout.parse(made.layout)
+    except LayoutError as error:
+        raise LayoutError(error.what, at=f"{path}, layout", why=error.why, fix=error.fix) from None
+    needed = layout.num_ranks + layout.server
+    if needed != made.num_ranks:
+        raise PlanError(
+            f'layout "{made.layout}" needs {ranks_text(needed)}, and num_ranks is {made.num_ranks}',
+            at=str(path),
+            fix=f"num_ranks of {needed}, or make the plan again: tutti plan --save",
+        )
 
 
 def _is_text(value: Any) -> bool:
@@ -193,20 +223,22 @@ def _record(row: RankedLayout) -> dict[str, Any]:
 
 
 def parse_nbytes(text: str) -> float:
-    """Bytes of a text such as `70GB` or `512 MB`.
+    """Bytes of a text such as `70GB`, `64 GiB` or `512 MB`; a number alone counts bytes, a million at least.
 
     Raises:
         PlanError: it is no number with a unit.
     """
-    number, unit = text.strip(), 1.0
-    for name, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)):
-        if number.lower().endswith(name.lower()):
-            number, unit = number[: -len(name)], size
-            break
+    found = re.fullmatch(r"\s*([\d.]+(?:[eE][-+]?\d+)?)\s*([A-Za-z]*)\s*", text)
     try:
-        nbytes = float(number) * unit
-    except ValueError:
+        nbytes = float(found[1]) * _UNITS[found[2].lower()] if found else 0.0
+        if found and not found[2] and nbytes < _LEAST_BARE:
+            nbytes = 0.0
+    except (ValueError, KeyError):
         nbytes = 0.0
     if not 0 < nbytes < 1e15:
-        raise PlanError(f'cannot read "{text}" as bytes', fix=f"such as {format_nbytes(7e10)}")
+        raise PlanError(
+            f'cannot read "{text}" as bytes',
+            why="a memory is a number and a unit: TB, GB, MB, kB, TiB, GiB, MiB, KiB or B",
+            fix=f"such as {format_nbytes(7e10)}",
+        )
     return nbytes
