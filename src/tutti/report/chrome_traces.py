@@ -94,7 +94,9 @@ def _event(
     tid: int,
     shown: dict[str, Any],
 ) -> dict[str, Any]:
-    times = {"ts": round(1e6 * start, 3), "dur": round(1e6 * seconds, 3)}
+    # Both ends are whole nanoseconds: what ends where another event begins does so in the file, too.
+    begin, end = round(1e6 * start, 3), round(1e6 * (start + seconds), 3)
+    times = {"ts": begin, "dur": round(end - begin, 3)}
     return {
         "ph": "X",
         "name": name,
