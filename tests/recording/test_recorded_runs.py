@@ -67,7 +67,7 @@ def test_a_run_that_ends_well_has_one_line_and_a_page(tmp_path: Path) -> None:
     done, page = run(tmp_path, "data=2 zero=1", "plain", 12, "--profile", "out")
     assert done.returncode == 0
     told = [x for x in done.stderr.splitlines() if x.startswith("step ")]
-    assert len(told) == 1 and " measured; memory " in told[0]
+    assert len(told) == 1 and " measured; peak memory " in told[0]
     assert "USDT" not in done.stderr and "unknown size" not in done.stderr
     assert "Ended well" in header(page) and "data=2 zero=1" in header(page)
     sections = [s.attributes["id"] for s in page.find("section")]

@@ -159,14 +159,19 @@ class Programs:
                 if found := self._tried(trial, own, form, batch, assumed):
                     return found
                 given = self._changing.replaced(leaves, form)
-            return self._known_or_compiled(given, form, batch, assumed, tries)
+                found, _ = self._known(given, form, assumed, tries)
+            if found is None:
+                found = self._compiled(given, form, batch, assumed)
+                self._changing.note_program(given, form)
+            return found
         except (ArgumentsAhead, SlotsAhead):
             raise
         except (Exception, LeafRead) as error:
             if not are_replaced(given):
                 raise
             failed = error
-        found = self._known_or_compiled(leaves, form, batch, assumed, tries)
+        found, _ = self._known(leaves, form, assumed, tries)
+        found = found or self._compiled(leaves, form, batch, assumed)
         self._changing.fail(given, failed, form)
         return found
 
@@ -180,15 +185,6 @@ class Programs:
         if found is not None and (drawn := found[0].drawn):
             running.divergence.given(leaves, {**found[1], **drawn.constants}, running.num_steps)
         return found, signature
-
-    def _known_or_compiled(
-        self, leaves: list[Any], form: Any, batch: Any, assumed: Assumed | None, tries: bool
-    ) -> Found:
-        found, _ = self._known(leaves, form, assumed, tries)
-        if found is None:
-            found = self._compiled(leaves, form, batch, assumed)
-            self._changing.note_program(leaves, form)
-        return found
 
     def _tried(
         self, trial: Trial, own: list[Any], form: Any, batch: Any, assumed: Assumed | None

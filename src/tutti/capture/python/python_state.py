@@ -256,7 +256,7 @@ class PythonState:
                 seen = type(value)
             elif self.findings.unread and isinstance(value, dict):
                 seen = (type(value), sum(not is_unread(f"{name}[{key!r}]") for key in value))
-            if isinstance(value, Tensor) and id(value) not in own:
+            if not free and isinstance(value, Tensor) and id(value) not in own:
                 seen = seen, *sharing.of(name, value)
             found.append((name, given, seen))
         return tuple(found)
