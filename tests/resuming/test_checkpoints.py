@@ -234,6 +234,30 @@ def test_the_best_stays(alone: Any, keep_best: str, best: int) -> None:
     assert folders(run) == [best, 10]
 
 
+@pytest.mark.parametrize(
+    ("losses", "staying"),
+    [
+        ([0.5, 0.4, math.nan, math.nan, math.nan], [2, 4, 5]),
+        ([0.5, 0.4, math.nan, math.nan, 0.3], [4, 5]),
+        ([math.nan] * 5, [4, 5]),
+    ],
+    ids=["lost", "found again", "always"],
+)
+def test_the_last_one_without_nan_stays(
+    alone: Any, losses: list[float], staying: list[int]
+) -> None:
+    """Else all that stay would hold the weights of a run that is lost."""
+    run = alone(every=1, keep=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for loss in losses:
+            run.step(torch.randn(12, 8), torch.randn(12, 4))
+            run.checkpoints.tick(loss=loss)
+    assert folders(run) == staying
+    said = [str(one.message) for one in caught if "has loss=nan" in str(one.message)]
+    assert len(said) == 1 and f"step {1 + [*map(math.isnan, losses)].index(True)} " in said[0]
+
+
 def test_what_others_have_made_stays(alone: Any) -> None:
     run = alone(every=1, keep=1)
     run.until(1)

@@ -23,6 +23,7 @@ class History:
     def __init__(self) -> None:
         self._columns: dict[str, list[Any]] = {STEP: []}
         self._waiting: list[tuple[str, int, Tensor]] = []  # metric, row, value on a device
+        self._last: dict[str, int] = {}  # by metric, the row of the last value that was given
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append a row.
@@ -33,6 +34,7 @@ class History:
         found = {name: _number(name, value) for name, value in metrics.items()}
         row = len(self._columns[STEP])
         self._columns[STEP].append(step)
+        self._last |= dict.fromkeys(found, row)
         for name in found.keys() - self._columns.keys():
             self._columns[name] = [math.nan] * row
         for name, column in self._columns.items():
@@ -52,9 +54,12 @@ class History:
         return self._columns
 
     def latest(self, since: int) -> dict[str, float]:
-        """The last number of each metric after step `since`, where it has one that is not NaN."""
+        """The last number of each metric that was given after step `since`."""
         columns, found = self.columns(), {}
-        for name in columns.keys() - {STEP}:
+        for name, row in self._last.items():
+            if columns[STEP][row] > since and math.isnan(columns[name][row]):
+                found[name] = math.nan
+        for name in columns.keys() - {STEP, *found}:
             for step, value in zip(reversed(columns[STEP]), reversed(columns[name]), strict=True):
                 if step <= since:
                     break
@@ -72,6 +77,7 @@ class History:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from the columns of a save."""
         self._waiting.clear()
+        self._last.clear()
         self._columns = {STEP: []} | {name: x.tolist() for name, x in state.items()}
 
     def _convert(self) -> None:

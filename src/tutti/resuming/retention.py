@@ -49,11 +49,22 @@ class Retention:
         return min(known, key=lambda one: values[one.step], default=None)
 
     def superfluous(self, whole: Sequence[SavedStep]) -> list[SavedStep]:
-        """Those of the whole saved steps, in order, that need not stay; never the last."""
+        """Those of the whole saved steps, in order, that need not stay; never the last.
+
+        If the metrics of all that stay have NaN, the newest one without NaN stays, too.
+        """
         if self.keep is None:
             return []
+        older, newest = whole[: -self.keep], whole[-self.keep :]
         best = self.best_of(whole) if self.best else None
-        return [one for one in whole[: -self.keep] if one is not best]
+        sound = (one for one in reversed(older) if not has_nan(one))
+        kept = best or (next(sound, None) if all(map(has_nan, newest)) else None)
+        return [one for one in older if one is not kept]
+
+
+def has_nan(one: SavedStep) -> bool:
+    """Whether a metric of a saved step is NaN: its weights may be lost."""
+    return one.record is not None and any(map(math.isnan, one.record.metrics.values()))
 
 
 def best_name(whole: Sequence[SavedStep]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import warnings
@@ -29,6 +30,7 @@ from tutti.resuming.parts import RunParts
 from tutti.resuming.retention import Retention
 from tutti.resuming.saver import Saver
 from tutti.resuming.stop_signals import SIGNAL_BITS, SIGNALS, StopSignals, leave_as_told
+from tutti.user_lines import users_level
 
 # The bits of a vote after those of the signals: the time of `every` is over; a background save has failed, or
 # is being written.
@@ -57,7 +59,8 @@ class Checkpoints:
     Args:
         folder: of this run alone; a local path, or a URL of fsspec, such as "s3://bucket/run".
         every: steps between saves, or a time such as "10 min"; None saves on signals and `save` only.
-        keep: how many of the newest checkpoints stay; None for all.
+        keep: how many of the newest checkpoints stay; None for all. If a metric given to `tick` is NaN in all
+            of these, the newest one before stays, too.
         keep_best: a metric given to `tick`: the checkpoint with its least value stays, too; "-accuracy" for
             the greatest.
         asynchronous: whether `tick` waits only for a copy of the state, in memory taken at its first call,
@@ -95,6 +98,7 @@ class Checkpoints:
         self._end = weakref.finalize(self, _end, self._saver)
         self._stop = 0  # the vote that ended the run
         self._rounds_since_save = 0
+        self._warned_of_nan = False
         self._due.begin(self._parts.num_steps)
         if Role.parse(ROLE.read() or f"{WORKER} 0").kind == SERVER:
             self._signals.install()  # it serves until the workers have saved and left
@@ -209,7 +213,19 @@ class Checkpoints:
             self._signals.saving = False
         note("save", step=step, folder=str(self._folder), seconds=time.perf_counter() - began)
         self._saved_before, self._saved = self._saved, step
+        self._warn_of_nan(step, metrics)
         self._due.saved()
+
+    def _warn_of_nan(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warn once that a checkpoint may hold NaN."""
+        lost = [name for name, value in metrics.items() if math.isnan(value)]
+        if lost and not self._warned_of_nan:
+            self._warned_of_nan = True
+            warnings.warn(
+                f"the checkpoint of step {step} has {lost[0]}=nan, and its weights may hold NaN: the newest "
+                f"one without stays in {self._folder}; remove those behind it to go on from there",
+                stacklevel=users_level(),
+            )
 
     def _settle(self) -> None:
         """Wait for a background save. Raises `CheckpointError` on every rank if it failed."""
