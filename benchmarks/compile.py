@@ -27,7 +27,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import tutti
 from benchmarks.command_line import parser
-from tutti.capture.step import capture, copied
+from tutti.capture.captured import copied
+from tutti.capture.step import capture
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.passes.pass_table import optimized

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from benchmarks.megatron_gpt import PLACE, Gpt, has_fused_softmax, train_step
-from tutti.capture.step import capture, copied
+from tutti.capture.captured import copied
+from tutti.capture.step import capture
 from tutti.costs.graph_seconds import GraphWork, work_of
 from tutti.graph.analysis.state import is_state
 from tutti.graph.ops import collectives

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import tutti
 from mixtures import NAMES, NUM_LAYERS, arguments
-from tutti.capture.step import Captured, capture
+from tutti.capture.captured import Captured
+from tutti.capture.step import capture
 from tutti.graph.ops.expert_rows import PRODUCTS, expert_mm, expert_outer
 
 EXPERTS, WIDTH, ROWS = 4, 6, 12

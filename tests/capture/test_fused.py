@@ -14,9 +14,10 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import tutti
+from tutti.capture.captured import Captured
 from tutti.capture.state.fused import qualifies
 from tutti.capture.state.lift import create_slots
-from tutti.capture.step import Captured, capture
+from tutti.capture.step import capture
 from tutti.errors import CaptureError
 from tutti.graph.ops.fused_updates import BY_OP
 from tutti.verification.verdict import Subject

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from small_steps import step
+from tutti.capture.captured import Captured
 from tutti.capture.gpu_autocast import gpu_lists
-from tutti.capture.step import Captured, capture
+from tutti.capture.step import capture
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.planning.candidate_programs import CandidatePrograms

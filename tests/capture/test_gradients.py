@@ -412,7 +412,7 @@ def test_verify_plays_gradient_hooks(prepare: Callable[[Any], None]) -> None:
 def test_verify_sees_hooks_that_a_capture_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
     masked(model)
-    monkeypatch.setattr("tutti.capture.step.hooked", lambda *_: nullcontext())
+    monkeypatch.setattr("tutti.capture.lifted_step.hooked", lambda *_: nullcontext())
     assert not tutti.verify(plain, model, adamw(model), batch(0), "").ok
 
 

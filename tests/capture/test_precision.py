@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import tutti
 import zoo
 from subjects import subject
+from tutti.capture.captured import Captured
 from tutti.capture.precision import DTYPES, computing
-from tutti.capture.step import Captured, capture
+from tutti.capture.step import capture
 from tutti.errors import LayoutError
 from tutti.layout.layout import PRECISIONS
 from tutti.verification.verdict import Subject

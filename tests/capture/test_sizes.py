@@ -15,9 +15,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from small_steps import trained
 from tutti.capture.alike import difference
+from tutti.capture.captured import Captured
 from tutti.capture.python.sizes import FreeSizes
 from tutti.capture.resized import NotResizableError, Resizable
-from tutti.capture.step import Captured, capture
+from tutti.capture.step import capture
 
 WIDTH = 8
 Shape = tuple[int, ...]

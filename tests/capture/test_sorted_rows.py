@@ -16,7 +16,8 @@ import tutti
 from captured_once import captured_once
 from mixtures import NAMES, NUM_LAYERS, mixture, tokens, train_step
 from ranks import Ranks
-from tutti.capture.step import Captured, capture
+from tutti.capture.captured import Captured
+from tutti.capture.step import capture
 from tutti.errors import CaptureError
 from tutti.graph.ops.expert_rows import expert_mm, expert_outer
 from tutti.graph.ops.sorted_experts import sorted_experts

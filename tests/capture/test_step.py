@@ -20,7 +20,8 @@ from torch.utils.checkpoint import (
 
 import zoo
 from subjects import subject
-from tutti.capture.step import Captured, capture
+from tutti.capture.captured import Captured
+from tutti.capture.step import capture
 from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.graph.randomness.draw import draw
 from tutti.layout import Layout, Mesh

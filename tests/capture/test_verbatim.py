@@ -11,9 +11,10 @@ from torch import Tensor, nn
 import tutti
 import zoo
 from small_steps import step
+from tutti.capture.captured import Captured
 from tutti.capture.second_trace import functional, overwrites, sharing, verbatim
 from tutti.capture.second_trace.overwrites import Overwrites
-from tutti.capture.step import Captured, capture
+from tutti.capture.step import capture
 from tutti.graph.text import text
 
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from small_steps import step as usual_step
-from tutti.capture.step import capture, copied
+from tutti.capture.captured import copied
+from tutti.capture.step import capture
 from tutti.costs.collective_seconds import RankGroup, collective_seconds
 from tutti.costs.graph_seconds import GraphWork, work_of, work_seconds
 from tutti.costs.kernel_seconds import kernel_seconds

@@ -11,7 +11,8 @@ import torch
 
 import zoo
 import zoo_models
-from tutti.capture.step import Captured, capture, copied
+from tutti.capture.captured import Captured, copied
+from tutti.capture.step import capture
 from tutti.layout import Layout
 from tutti.partition import choose
 from tutti.partition.partition import partition

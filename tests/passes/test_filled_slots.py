@@ -17,7 +17,8 @@ import tutti
 from mixtures import EXPERTS, NAMES, NUM_LAYERS, WIDTH, arguments, points, points_step, routed
 from pass_programs import experts
 from ranks import Ranks
-from tutti.capture.step import Captured, capture, copied
+from tutti.capture.captured import Captured, copied
+from tutti.capture.step import capture
 from tutti.environment import WITHOUT
 from tutti.execution.measure import peak_nbytes
 from tutti.graph.edits.edit import RECOMPUTED

@@ -31,7 +31,7 @@ from mixtures import (
     train_step,
 )
 from ranks import Ranks
-from tutti.capture.step import copied
+from tutti.capture.captured import copied
 from tutti.comm.collectives.process_groups import ProcessGroups
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition

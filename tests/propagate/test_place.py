@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from small_steps import squares, trained
 from subjects import program, subject
-from tutti.capture.step import copied
+from tutti.capture.captured import copied
 from tutti.errors import ShardingError
 from tutti.layout import Layout
 from tutti.partition.partition import Program

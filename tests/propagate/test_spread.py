@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 import zoo
 import zoo_models
 from small_steps import step
-from tutti.capture.step import Captured, capture, copied
+from tutti.capture.captured import Captured, copied
+from tutti.capture.step import capture
 from tutti.layout import Layout
 from tutti.propagate.plan import ShardingPlan, plan
 from tutti.propagate.spread import Spread

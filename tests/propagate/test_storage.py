@@ -10,7 +10,8 @@ import tutti
 from as_eager import Program, assert_as_eager_on_ranks
 from ranks import Ranks
 from subjects import program, subject
-from tutti.capture.step import Captured, capture, copied
+from tutti.capture.captured import Captured, copied
+from tutti.capture.step import capture
 from tutti.layout import Layout, Mesh, Sharding
 from tutti.propagate.boundaries import insert_boundaries
 from tutti.propagate.plan import ShardingPlan, plan

@@ -20,9 +20,10 @@ from unittest import mock
 from torch import Tensor, nn
 
 from tutti.calls.guards import guard_of
-from tutti.capture.python.python_state import Findings
+from tutti.capture.captured import Captured
+from tutti.capture.python.findings import Findings
 from tutti.capture.state.lift import hypers_of, state_of
-from tutti.capture.step import Captured, capture
+from tutti.capture.step import capture
 from tutti.modes import plain
 
 MOST = 8  # a graph has thousands of nodes

@@ -13,8 +13,9 @@ from torch import Tensor
 
 import zoo
 from fake_calls import CALLS, MODE, column, fake, forms, transposed
+from tutti.capture.captured import Captured
 from tutti.capture.python import inputs
-from tutti.capture.step import Captured, capture
+from tutti.capture.step import capture
 from tutti.graph.text import text
 from tutti.torch_private import quick_fakes
 from tutti.torch_private.fake_tensors import (

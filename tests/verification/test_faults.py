@@ -12,8 +12,9 @@ from torch import Tensor, fx, nn
 
 import zoo
 from subjects import subject, verdict
+from tutti.capture.captured import Captured
 from tutti.capture.spelling import rewrites
-from tutti.capture.step import Captured, capture
+from tutti.capture.step import capture
 from tutti.graph.ops import collectives
 from tutti.layout import Layout
 from tutti.rules import table

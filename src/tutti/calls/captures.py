@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from tutti.calls.guards import guard_of
 from tutti.calls.python_values import PythonValues
 from tutti.capture.alike import difference
+from tutti.capture.captured import Captured
 from tutti.capture.python.assumed_values import Assumed
-from tutti.capture.python.python_state import Findings
+from tutti.capture.python.findings import Findings
 from tutti.capture.python.read_places import Place
 from tutti.capture.python.sizes import FreeSizes, Shapes
 from tutti.capture.resized import Resizable
 from tutti.capture.state.left_modes import modes_kept
 from tutti.capture.state.lift import StateTensor, state_of
-from tutti.capture.step import Captured
 from tutti.capture.substitutes.sparse import dense
 from tutti.state.residence import forget_values
 from tutti.torch_private.pytrees import tree_leaves

@@ -17,8 +17,9 @@ from tutti.calls.eager import eagerly
 from tutti.calls.python_values import PythonValues
 from tutti.capture.forms import flattened, returnable
 from tutti.capture.handed import arguments_of, rebuilt
+from tutti.capture.python.findings import Findings
 from tutti.capture.python.held_values import MISSING, TableEntry, named
-from tutti.capture.python.python_state import Findings, PythonState
+from tutti.capture.python.python_state import PythonState
 from tutti.capture.state.first_form import SlotsAhead, awaiting, note_step
 from tutti.capture.state.kept_gradients import give_kept, note_eager_call
 from tutti.capture.state.left_modes import hooks_kept

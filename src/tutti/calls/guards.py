@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutti.capture.captured import Captured
 from tutti.capture.python.assumed_values import Assumed
 from tutti.capture.python.read_places import Place
 from tutti.capture.python.symbols import SYMBOLS
-from tutti.capture.step import Captured
 from tutti.errors import CaptureError
 from tutti.layout import Layout
 from tutti.torch_private.autograd_engine import are_unwritten, version_of

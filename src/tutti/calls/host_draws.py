@@ -32,7 +32,7 @@ class HostDraws:
             self._before = {}
 
     def put_back(self) -> None:
-        """Make the draws of this call undone."""
+        """Undo the draws of this call."""
         for generator, state in self._before.values():
             put_state(generator, state)
 

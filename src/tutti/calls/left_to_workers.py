@@ -13,8 +13,8 @@ from typing import Any
 from torch import fx
 
 from tutti.calls.guards import symbols_of
+from tutti.capture.captured import Captured
 from tutti.capture.python.effects import Effect, values_of
-from tutti.capture.step import Captured
 from tutti.errors import CaptureError
 from tutti.graph.analysis.order import ancestors
 from tutti.graph.edits.edit import source_of

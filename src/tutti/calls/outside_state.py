@@ -8,9 +8,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from tutti.calls.python_values import PythonValues
+from tutti.capture.captured import Captured
 from tutti.capture.python.held_values import TableEntry
 from tutti.capture.python.outside import is_dense
-from tutti.capture.step import Captured
 from tutti.comm.collectives.agree import check_order
 from tutti.comm.collectives.exchange import broadcast_first
 from tutti.layout import Layout

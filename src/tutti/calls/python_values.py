@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from tutti.calls.host_draws import HostDraws
 from tutti.calls.tables import are_same
 from tutti.capture.batch import argument_name
+from tutti.capture.captured import Captured
 from tutti.capture.handed import (
     Batch,
     Place,
@@ -29,14 +30,14 @@ from tutti.capture.handed import (
 )
 from tutti.capture.python.contents import contents_of, has_contents
 from tutti.capture.python.effects import Effect, found_by, values_of
+from tutti.capture.python.findings import Findings, Number
 from tutti.capture.python.held_values import GONE, MISSING, TableEntry, named
 from tutti.capture.python.outside import may_be_input
 from tutti.capture.python.plain_values import is_plain_number
-from tutti.capture.python.python_state import Findings, Number, PythonState
+from tutti.capture.python.python_state import PythonState
 from tutti.capture.python.reach import argument_entry
 from tutti.capture.python.shared_tensors import sharing_of
 from tutti.capture.state.free_numbers import is_finite
-from tutti.capture.step import Captured
 
 Read = Callable[[], Sequence[Any]]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from tutti.capture.captured import Captured
 from tutti.capture.forms import form_of
-from tutti.capture.step import Captured
 from tutti.graph.edits.edit import NOTES
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from tutti.capture.captured import Captured
 from tutti.capture.python.read_values import ITEM
 from tutti.capture.python.sizes import FreeSizes, Shapes
 from tutti.capture.python.symbols import SYMBOLS
 from tutti.capture.spelling.canonical import canonicalize, canonicalize_but
 from tutti.capture.state.lift import StateTensor
-from tutti.capture.step import Captured
 from tutti.torch_private.fake_tensors import FakeTensor
 from tutti.torch_private.pytrees import tree_map
 from tutti.torch_private.symbolic import expression_of

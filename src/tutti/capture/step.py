@@ -2,196 +2,59 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.optim import Optimizer
 
 import tutti.capture.python.outside_kept  # noqa: F401  # which registers itself for trial steps
-from tutti.capture.batch import argument_with, called, name_of, taken
-from tutti.capture.forms import flattened, form_of, returnable
+from tutti.capture.batch import taken
+from tutti.capture.captured import Captured
+from tutti.capture.forms import flattened
 from tutti.capture.handed import (
     ArgumentsAhead,
-    Changes,
-    Containers,
     arguments_of,
-    holds_written,
     kinds_in,
 )
-from tutti.capture.one_process import communicating_ops, one_process
-from tutti.capture.precision import computing, refuse_other_weights
+from tutti.capture.lifted_step import LiftedStep
+from tutti.capture.precision import refuse_other_weights
 from tutti.capture.python.appended import TraceAgain
 from tutti.capture.python.assumed_values import Assumed
-from tutti.capture.python.constant_selections import SELECTIONS
-from tutti.capture.python.contents import refused_change
-from tutti.capture.python.conversions import conversions_read
-from tutti.capture.python.drawn_numbers import Drawn, Draws
-from tutti.capture.python.effects import Effect
-from tutti.capture.python.fake_checks import constants_are_not_fake
-from tutti.capture.python.held_values import TableEntry
-from tutti.capture.python.host_random import host_values_watched
-from tutti.capture.python.host_values import values_unknown
-from tutti.capture.python.inputs import fake, fake_mode, fakes, symbol
-from tutti.capture.python.kinds import kinds_of_fakes
-from tutti.capture.python.left_values import (
-    LeftTrace,
-    LeftValue,
-    ModuleTables,
-    are_alike,
-    have_same_results,
-    refuse_kept,
-    refuse_lost,
-)
+from tutti.capture.python.findings import Findings
+from tutti.capture.python.inputs import fake_mode
 from tutti.capture.python.loop_reads import EndlessLoop
-from tutti.capture.python.not_kept import NotKept
 from tutti.capture.python.other_ways import OtherWays
-from tutti.capture.python.outside import lift_outside, read_by, refuse_written
-from tutti.capture.python.python_state import Findings, Number, PythonState, say_lost
-from tutti.capture.python.read_once import read_once_watched
+from tutti.capture.python.outside import refuse_written
+from tutti.capture.python.python_state import PythonState
 from tutti.capture.python.read_values import (
     ITEM,
-    Reads,
-    Symbols,
-    held,
-    symbols_stay,
 )
 from tutti.capture.python.sizes import FreeSizes
-from tutti.capture.python.symbols import SYMBOLS, looked_at_by_ops, on_symbols, size_refused
-from tutti.capture.python.user_globals import in_place_of
-from tutti.capture.refusals import explained
-from tutti.capture.regions import watching
+from tutti.capture.python.symbols import SYMBOLS, looked_at_by_ops, size_refused
 from tutti.capture.second_trace.functional import functional_graph
 from tutti.capture.spelling.canonical import canonicalize
-from tutti.capture.state.compiled import nothing_compiled
 from tutti.capture.state.first_form import make_slots
-from tutti.capture.state.first_options import options_watched, refuse_first_options
-from tutti.capture.state.found_gradients import Found, found_gradients, note_found
-from tutti.capture.state.free_numbers import is_free_number
-from tutti.capture.state.gradient_hooks import hooked
-from tutti.capture.state.gradients import Gradients, watched_gradients
-from tutti.capture.state.kept_gradients import THERE, KeptGradients, found_by, places_of
-from tutti.capture.state.left_modes import HooksBefore, Modes, begin_trained, left_trained
+from tutti.capture.state.first_options import refuse_first_options
+from tutti.capture.state.found_gradients import note_found
+from tutti.capture.state.kept_gradients import KeptGradients
+from tutti.capture.state.left_modes import HooksBefore
 from tutti.capture.state.lift import (
-    StateTensor,
     called_optimizers,
-    hypers_of,
-    optimizers_of,
     state_of,
-    swapped,
 )
-from tutti.capture.state.models import wrappers_open
-from tutti.capture.state.new_slots import no_new_slots
-from tutti.capture.state.rebound import assignments_noted, data_written, refuse_read, take_over
-from tutti.capture.state.tensor_attributes import TensorAttributes, refuse_in_batch, refuse_kinds
-from tutti.capture.substitutes.other_forms import OTHER_FORMS, in_other_forms
-from tutti.capture.substitutes.sparse import dense, dense_gradients, refuse_sparse_constants
+from tutti.capture.state.rebound import refuse_read
+from tutti.capture.state.tensor_attributes import refuse_in_batch, refuse_kinds
+from tutti.capture.substitutes.sparse import dense, refuse_sparse_constants
 from tutti.capture.unexpected import named, refuse_untraced
-from tutti.capture.unread import LeafRead, refuse_reads
+from tutti.capture.unread import LeafRead
 from tutti.errors import CaptureError
 from tutti.graph.ops.late_errors import make_late
-from tutti.torch_private.fake_tensors import FakeTensorMode
-from tutti.torch_private.pytrees import TreeSpec, tree_unflatten
-from tutti.torch_private.symbolic import expression_of
-from tutti.torch_private.tracing import trace, without_code
+from tutti.torch_private.tracing import without_code
 from tutti.user_lines import quoted
 
 aten = torch.ops.aten
-
-
-@dataclass
-class Captured:
-    """A training step as one functional graph.
-
-    The graph's placeholders are `inputs`, in order: state by name, hyper-parameters by name, then the
-    batch's floats and free integers as `number.0`, ... and its tensors as `batch.0`, ... Other leaves of the
-    batch are constants. Its output is `(returned leaves, new state values)`,
-    the latter in the order of `updated`.
-
-    The hyper-parameters include the step's own `numbers`. The leaves of its `effects` follow the
-    `num_returned` leaves that the step returns. `outside` gives, by name, the places of state that is
-    neither the model's nor an optimizer's. `trained` gives, by name, the `requires_grad` of parameters that
-    the step changes. With `other_modes` it leaves modules in other modes than those that it depends on.
-    `not_kept` are the values in modules that it leaves there on one device only. `changes` are
-    those in the containers of its batch. `gradients` are those that its calls find and leave. `drawn` are
-    the random numbers of the host: `draw.0`, ... come behind the batch's numbers.
-    """
-
-    graph: fx.Graph
-    owner: nn.Module
-    inputs: list[str]
-    kinds: dict[str, str]
-    state: list[StateTensor]
-    updated: list[str]
-    returned: TreeSpec
-    mode: FakeTensorMode
-    guards: list[Any] = field(default_factory=list)
-    numbers: list[Number] = field(default_factory=list)
-    effects: list[Effect] = field(default_factory=list)
-    num_returned: int = 0
-    outside: dict[str, TableEntry] = field(default_factory=dict)
-    reads: Reads = field(default_factory=Reads)
-    trained: dict[str, bool] = field(default_factory=dict)
-    other_modes: bool = False
-    not_kept: list[NotKept] = field(default_factory=list)
-    changes: Changes = field(default_factory=Changes)
-    gradients: KeptGradients = field(default_factory=KeptGradients)
-    drawn: Drawn = field(default_factory=Drawn)
-
-    @property
-    def num_results(self) -> int:
-        """The number of results of the step and of its effects; the values that it reads follow."""
-        return self.num_returned + sum(e.num_leaves for e in self.effects)
-
-    @property
-    def inspects(self) -> bool:
-        """Whether some of its results are values that no call reads."""
-        return any(effect.inspected for effect in self.effects)
-
-    def passing(self) -> list[Tensor]:
-        """The tensors outside the state that are now where each call puts others, each once."""
-        entries = [entry for effect in self.effects for entry in effect.entries]
-        entries += [one.entry for one in self.not_kept]
-        found = {id(x): x for x in (entry.get() for entry in entries) if isinstance(x, Tensor)}
-        state = {id(s.tensor) for s in self.state}
-        return [x for i, x in found.items() if i not in state and x.layout == torch.strided]
-
-    def without_inspected(self) -> Captured:
-        """The same step without these results."""
-        made = copied(self)
-        leaves, updates = made.output
-        at, kept = self.num_returned, leaves[: self.num_returned]
-        for effect in self.effects:
-            if not effect.inspected:
-                kept = [*kept, *leaves[at : at + effect.num_leaves]]
-            at += effect.num_leaves
-        made.graph.output_node().args = (([*kept, *leaves[at:]], updates),)
-        made.graph.eliminate_dead_code()
-        gone = [NotKept.coupled(e.entries[0]) for e in self.effects if e.inspected]
-        effects = [effect for effect in self.effects if not effect.inspected]
-        return replace(made, effects=effects, not_kept=[*self.not_kept, *gone])
-
-    def placeholder(self, name: str) -> fx.Node:
-        """The placeholder of input `name`."""
-        return self.placeholders[name]
-
-    @property
-    def placeholders(self) -> dict[str, fx.Node]:
-        """Placeholders by input name."""
-        found = (n for n in self.graph.nodes if n.op == "placeholder")
-        return dict(zip(self.inputs, islice(found, len(self.inputs)), strict=True))
-
-    @property
-    def output(self) -> tuple[list[Any], list[fx.Node]]:
-        """The returned leaves and the new state values."""
-        node = self.graph.output_node()
-        return node.args[0]  # type: ignore[return-value]
 
 
 @named()
@@ -228,7 +91,7 @@ def capture(
     findings.kinds |= dict.fromkeys(kinds_in(batch))
     given = train_step, model, called_optimizers(optimizer), findings, arguments_of(batch)
     walked = [PythonState(*given)]
-    findings.expect(walked[0])
+    walked[0].expect_changes()
 
     def python() -> PythonState:
         """The state of the values now: each trace starts with its own."""
@@ -238,13 +101,13 @@ def capture(
 
     begun = assumed or Assumed()
 
-    def prepared(assumed: Assumed = begun) -> _Lifted:
+    def prepared(assumed: Assumed = begun) -> LiftedStep:
         mode = fake_mode(assumed, findings.loops, sized=free is not None)
         state, reached = state_of(model, optimizer), python()
         refuse_kinds(state, reached.names)
         refuse_in_batch(leaves, reached.names)
         rest = (train_step, model, optimizer, state, leaves, spec, mode, precision)
-        made = _Lifted(*rest, reached, renewed or {}, free)
+        made = LiftedStep(*rest, reached, renewed or {}, free)
         made.note_gradients = note_gradients
         return made
 
@@ -276,8 +139,8 @@ def capture(
 
 
 def _traced(
-    prepared: Callable[..., _Lifted], findings: Findings, hooks: HooksBefore
-) -> tuple[_Lifted, fx.GraphModule]:
+    prepared: Callable[..., LiftedStep], findings: Findings, hooks: HooksBefore
+) -> tuple[LiftedStep, fx.GraphModule]:
     """A trace in which every number that the step changes is an input.
 
     If a trace with a number as an input fails, it traces with the number as a constant; if a guessed branch
@@ -332,442 +195,7 @@ def _traced(
                 return lifted, traced
 
 
-class _Lifted:
-    """The step as a function of its state, hyper-parameters and batch, on fake tensors."""
-
-    def __init__(
-        self,
-        train_step: Callable[..., Any],
-        model: nn.Module,
-        optimizer: Any,
-        state: list[StateTensor],
-        leaves: list[Any],
-        spec: TreeSpec,
-        mode: FakeTensorMode,
-        precision: str,
-        python: PythonState,
-        renewed: Mapping[int, Tensor],
-        free: FreeSizes | None = None,
-    ) -> None:
-        self.precision, self.python, self.renewed = precision, python, renewed
-        self.train_step, self.model, self.optimizer = train_step, model, optimizer
-        self.state, self.leaves, self.spec, self.mode = state, leaves, spec, mode
-        self.hypers = hypers_of(optimizer)
-        self.number_leaves = [i for i, x in enumerate(leaves) if is_free_number(x)]
-        self.tensor_leaves = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        found = python.findings
-        self.draws = Draws(found.draws, found.constant_draws, python.tables)
-        self.drawn = Drawn()
-        self.names = (
-            [s.name for s in state]
-            + [h.name for h in self.hypers]
-            + [n.name for n in python.numbers]
-            + [f"number.{k}" for k in range(len(self.number_leaves))]
-            + [*self.draws.values]
-            + [f"batch.{k}" for k in range(len(self.tensor_leaves))]
-        )
-        self.inputs = (
-            [fake(s.tensor, mode) for s in state]
-            + [symbol(h.name, h.value, mode) for h in self.hypers]
-            + [symbol(n.name, n.value, mode) for n in python.numbers]
-            + [symbol(f"number.{k}", +leaves[i], mode) for k, i in enumerate(self.number_leaves)]
-            + [symbol(name, x, mode) for name, x in self.draws.values.items()]
-            + fakes([leaves[i] for i in self.tensor_leaves], mode, free)
-        )
-        self.free_symbols = frozenset(free.symbols.values()) if free else frozenset[Any]()
-        self.returned: TreeSpec | None = None
-        self.before: list[LeftValue] = []  # by another trace
-        self.left: list[LeftValue] = []  # in buffers that were None
-        self.lost: list[LeftValue] = []
-        self.with_tensors: list[tuple[Effect, LeftValue]] = []
-        self.resized: list[tuple[str, int, int]] = []
-        self.rewritten: list[tuple[str, int, int]] = []
-        self.plain: list[LeftValue] = []
-        self.added: list[LeftValue] = []
-        self.not_kept: list[NotKept] = []
-        self.sharing: list[str] = []  # state that has a weight's memory after the step
-        self.effects: list[Effect] = []
-        self.changed: set[str] = set()
-        self.num_returned = 0
-        self.outside: dict[str, TableEntry] = {}
-        # The parameters with whose gradients the trace starts: of an earlier call, and of this one.
-        self.begun = self.ahead = frozenset[str]()
-        self.grads: Gradients
-        self.note_gradients = False
-        self.trained: dict[str, bool] = {}
-        self.other_modes = False
-        self.found: Found = {}
-        self.changes = Changes()
-        self.reads = Reads()
-        self.places = places_of(model, state)
-        self.gradients = found_by(self.places)
-
-    @property
-    def symbols(self) -> Symbols:
-        """The numbers of the trace."""
-        assert isinstance(self.mode.shape_env, Symbols)
-        return self.mode.shape_env
-
-    @property
-    def free_integers(self) -> dict[str, int]:
-        """By input name, the positions of integers among the leaves of the batch that are inputs."""
-        named = {f"number.{k}": i for k, i in enumerate(self.number_leaves)}
-        return {name: i for name, i in named.items() if isinstance(self.leaves[i], int)}
-
-    @property
-    def kinds(self) -> dict[str, str]:
-        """The kind of each input by name."""
-        kinds = {s.name: s.kind for s in self.state} | {h.name: "hyper" for h in self.hypers}
-        kinds |= dict.fromkeys(
-            (*(n.name for n in self.python.numbers), *self.draws.values), "number"
-        )
-        return {n: kinds.get(n, n.partition(".")[0]) for n in self.names}
-
-    def traced(self) -> fx.GraphModule:
-        self.tables = ModuleTables(self.model)
-        try:
-            traced = self.trace()
-            while wanted := self.grads.wanted:
-                self.begun |= wanted
-                self.tables.put_back()
-                traced = self.trace()
-            return self._for_later_calls(traced) if self.grads.expected else traced
-        finally:
-            self.tables.put_back()
-
-    def _for_later_calls(self, traced: fx.GraphModule) -> fx.GraphModule:
-        """A trace that starts with gradients of this call, too; `traced` if this call needs another one.
-
-        Raises `CaptureError` for a step that depends on their values.
-        """
-        known, guards, now = dict(vars(self)), list(self.symbols.guards), self._call(traced)
-        answers, later = self.grads.answers, traced
-        while self.grads.wanted or self.grads.expected:
-            self.begun |= self.grads.wanted
-            self.ahead |= self.grads.expected - self.begun
-            self.tables.put_back()
-            later = self.trace()
-        if not any((name, THERE) in answers for name in self.ahead):
-            return later
-        if are_alike(now, self._call(later)):
-            return later
-        functional = functional_graph(later, self.inputs, self.mode)
-        written = [n for n in functional.graph.nodes if n.target is aten.copy_.default]
-        self.grads.refuse_used([functional.graph.output_node(), *written])
-        vars(self).update(known)
-        self.symbols.guards[:] = guards
-        return traced
-
-    def settle(self, traced: fx.GraphModule) -> None:
-        """Drop the effects that no call reads; refuse values that the next call reads and cannot have."""
-        if lost := [*self.lost, *self.added]:
-            first, later = self._call(traced), self._later_trace(lost)
-            if later is None:  # the first trace has not failed
-                raise lost[0].refused()
-            for name, *_ in later.resized:
-                self.python.findings.append_to(name)
-            refuse_lost(lost, first, later)
-            for one in self.lost:
-                if one.is_function or not self.python.holds_value_of_module(one.entry):
-                    say_lost(one)
-                elif one.has_tensors and not one.is_item:
-                    self.not_kept.append(NotKept.of(one))
-        self._refuse_lengths()
-        unread, findings = self._unread(traced), self.python.findings
-        values = {id(effect): one for effect, one in self.with_tensors}
-        dropped = {i for i in unread if not values[i].has_numbers_alone}
-        self._leave_out(traced, dropped)
-        self.effects = [replace(e, inspected=id(e) in unread) for e in self.effects]
-        for effect, one in self.with_tensors:
-            if id(effect) in dropped:
-                self.not_kept.append(NotKept.of(one))
-        findings.unread |= {values[i].entry.name for i in unread}
-        findings.unread |= {x.entry.name for x in self.not_kept}
-        findings.unread -= {e.entries[0].name for e in self.effects if not e.inspected}
-        # a number that was there before is an input
-        findings.unread -= {entry.name for n in self.python.numbers for entry in n.entries}
-
-    def _refuse_lengths(self) -> None:
-        """Raise `CaptureError` for a list that the next call makes longer or shorter, too."""
-        if not self.rewritten:
-            return
-        later = self._later_trace(self.plain)
-        again = {name for name, *_ in (self if later is None else later).rewritten}
-        for one in self.rewritten:
-            if one[0] in again:
-                raise refused_change(*one)
-
-    def _unread(self, traced: fx.GraphModule) -> set[int]:
-        """The ids of effects with a condition on which neither this call nor the next one depends."""
-        state, read = self.inputs[: len(self.state)], read_by(traced)
-        still = [
-            (effect, one)
-            for effect, one in self.with_tensors
-            if one.has_any(state)
-            or (effect.condition is not None and not any(id(x) in read for x in effect.condition))
-        ]
-        given = [one.apart_from(self.inputs, self.mode) for _, one in still]
-        later = self._later_trace([*given, *self.left]) if still or self.left else None
-        if later is None:
-            if self.left:
-                raise self.left[0].refused()
-            return set()
-        refuse_kept(self.left, later)
-        unread: dict[int, LeftValue] = {}
-        for (effect, one), other in zip(still, given, strict=True):
-            if not other.is_read(later.traced):
-                unread |= {id(effect): other} if effect.condition is not None else {}
-            elif one.has_any(state):
-                raise one.refused_alias()
-        if unread and len(unread) < len(still):
-            later = self._later_trace([*unread.values()])
-        # Another trace may ask whether a value is there, without a tensor of it.
-        return {*unread} if later is not None and are_alike(self._call(traced), later) else set()
-
-    def _call(self, traced: fx.GraphModule) -> LeftTrace:
-        effects = tuple((e.name, e.num_leaves) for e in self.effects)
-        assert self.returned is not None
-        texts = [x for *_, x in self.changes.written if isinstance(x, str)]
-        forms = [form_of(self.returned), *(form_of(e.spec) for e in self.effects), texts]
-        lengths = tuple(self.resized), forms, tuple(self.rewritten)
-        return LeftTrace(traced, self.num_returned, effects, *lengths)
-
-    def numbers_of_texts(self, traced: fx.GraphModule) -> set[str]:
-        """The names of input numbers on whose texts the results depend; a label in a log does not count."""
-        written = self.symbols.written
-        if not written:
-            return set()
-        first = self._call(traced)
-        later = self._later_trace([], other_texts=True)
-        if later is not None and have_same_results(first, later):
-            return set()
-        given = zip(self.names, self.inputs, strict=True)
-        numbers = {n: expression_of(x) for n, x in given if isinstance(x, SYMBOLS)}
-        return {n for n, x in numbers.items() if x.free_symbols & written}
-
-    def refuse_texts(self, names: set[str]) -> None:
-        """Raise `LeafRead` or `CaptureError` for such a number that is not among the step's own."""
-        if own := names & self.free_integers.keys():
-            raise LeafRead(self.free_integers[min(own)])
-        if names:
-            raise CaptureError(
-                "the step makes a text of a float, and its results depend on the text",
-                at=quoted(self.symbols.written_at),
-                why="the step is captured once: each call would have the text of this one",
-                fix="make the text outside of the step, and hand it over as an argument",
-            )
-
-    def _later_trace(
-        self, left: Sequence[LeftValue], *, other_texts: bool = False
-    ) -> LeftTrace | None:
-        """A trace that starts with the values `left`; None if it fails. This object stays as it is.
-
-        With `other_texts` numbers in texts have other values.
-        """
-        known, guards = dict(vars(self)), list(self.symbols.guards)
-        self.before, self.symbols.other_texts = list(left), other_texts
-        try:
-            return self._call(self.trace())
-        except (Exception, SystemExit):
-            return None
-        finally:
-            self.tables.put_back()
-            vars(self).update(known)
-            self.symbols.guards[:] = guards
-            self.symbols.other_texts = False
-
-    def trace(self) -> fx.GraphModule:
-        with (
-            self.python.restored(),
-            kinds_of_fakes(self.python.scopes),
-            conversions_read(self.python.scopes),
-            self.mode,
-            watching(self.model) as watch,
-            explained(),
-            host_values_watched(self.python.tables, self.draws),
-            in_other_forms(),
-            on_symbols(),
-            values_unknown(),
-            constants_are_not_fake(),
-            symbols_stay(self.symbols),
-        ):
-            table = {**communicating_ops(), **OTHER_FORMS, **SELECTIONS}
-            self.symbols.begin(_Lifted.trace.__code__, lambda: watch.num_nodes)
-            traced = trace(self._run, self.inputs, table)
-        self.reads, self.drawn = held(traced, self.symbols), self.draws.drawn
-        return traced
-
-    def _run(self, *flat: Any) -> list[Any]:
-        state = dict(zip([id(s.tensor) for s in self.state], flat, strict=False))
-        names = [h.name for h in self.hypers] + [n.name for n in self.python.numbers]
-        symbols = dict(zip(names, flat[len(self.state) :], strict=False))
-        leaves = list(self.leaves)
-        rest = [*flat[len(self.state) + len(names) :]]
-        first = len(self.number_leaves)
-        self.draws.begin([rest.pop(first) for _ in self.draws.values])
-        for i, x in zip([*self.number_leaves, *self.tensor_leaves], rest, strict=True):
-            leaves[i] = x
-        batch = tree_unflatten(leaves, self.spec)
-        containers = Containers(batch)
-        begin_trained(self.state, flat)
-        modes = Modes()
-        with (
-            modes.watched(),
-            swapped(self.model, self.optimizer, state, symbols) as places,
-            no_new_slots(self.model, self.optimizer),
-            data_written() as shared,
-            assignments_noted() as assigned,
-            hooked(self.state, flat),
-            watched_gradients(
-                self.state, flat, self.gradients, self.begun, self.ahead, self.optimizer
-            ) as self.grads,
-        ):
-            args = (self.model,) if self.optimizer is None else (self.model, self.optimizer)
-            tensors = [s.tensor for s in self.state]
-            renewed = state | self._renewed(flat)
-            begun = self.python.begin(symbols, renewed, self.mode, self.before, tensors)
-            attributes = TensorAttributes(self.state, flat)
-            with (
-                attributes.on_fakes(),
-                _host_min_max(self.optimizer),
-                computing(self.precision, self.model),
-                found_gradients(self.model, wanted=self.note_gradients) as self.found,
-                dense_gradients(optimizers_of(self.optimizer)),
-                nothing_compiled(),
-                wrappers_open(),
-                one_process(),
-                read_once_watched(self.python.tables),
-                options_watched(self.optimizer) as self.options,
-            ):
-                try:
-                    result = called(self.train_step, args, batch)
-                finally:
-                    containers.put_back()
-                attributes.take_back({id(table.find()) for table in self.python.tables})
-                self.changes = containers.changes(flat[: len(self.state)])
-            self.grads.end()
-            self.trained = left_trained(self.state, flat)
-            self.other_modes = modes.are_others
-            put = {id(x): s for s, x in zip(self.state, flat, strict=False)}
-            self.sharing = take_over(places, put, shared, assigned)
-            self.tables.refuse_others()
-            self.left = self.tables.left(begun.stand_ins)
-            self.effects, self.changed = begun.effects(), begun.changed
-            self.python.hold(tensors)
-            self.with_tensors, self.lost = begun.with_tensors, begun.lost
-            self.resized, self.added = begun.resized, begun.added
-            self.rewritten, self.plain = begun.rewritten, begun.plain
-            self.stand_ins = begun.stand_ins
-        out, self.returned = flattened(returnable(result))
-        self.num_returned = len(out)
-        out += begun.leaves
-        refuse_reads(self.leaves, kept=begun.leaves)
-        out += self.found.values()
-        return list(map(_result, out))
-
-    def _renewed(self, flat: Sequence[Any]) -> dict[int, Any]:
-        """By id, the tensors in the trace for former state tensors, which users may still hold."""
-        now = {id(s.tensor): x for s, x in zip(self.state, flat, strict=False)}
-        return {old: now[id(new)] for old, new in self.renewed.items() if id(new) in now}
-
-    def lift_outside(self, traced: fx.GraphModule) -> None:
-        """Make state of the tensors outside that the step reads."""
-        given = (traced, self.python.tensors(), self.stand_ins, len(self.state), self.mode)
-        state, fakes, self.outside = lift_outside(*given)
-        self.python.findings.unread -= {*self.outside}
-        at = len(self.state)
-        self.names[at:at], self.inputs[at:at] = [s.name for s in state], fakes
-        self.state = [*self.state, *state]
-
-    def _leave_out(self, traced: fx.GraphModule, unread: set[int]) -> None:
-        """Drop these effects, given by id."""
-        output = traced.graph.output_node()
-        leaves, at = list(output.args[0]), self.num_returned  # type: ignore[arg-type]
-        kept: list[Effect] = []
-        for effect in self.effects:
-            if id(effect) in unread:
-                del leaves[at : at + effect.num_leaves]
-            else:
-                kept.append(effect)
-                at += effect.num_leaves
-        self.effects, output.args = kept, (leaves,)
-
-    def hand_over_written(self, number: int) -> None:
-        """Raise `ArgumentsAhead` if a tensor of the batch, by its number, is state of an object."""
-        place, argument = argument_with(tree_unflatten(self.leaves, self.spec), number)
-        if holds_written(argument, self.leaves[self.tensor_leaves[number]]):
-            raise ArgumentsAhead([place])
-
-    def name_in_call(self, number: int) -> str:
-        """The name of a tensor of the batch, by its number, as the step's signature has it."""
-        num_args = 1 if self.optimizer is None else 2
-        batch = tree_unflatten(self.leaves, self.spec)
-        return name_of(self.train_step, num_args, batch, number)
-
-    def refuse_constants(self, functional: fx.GraphModule, state: list[StateTensor]) -> None:
-        """Refuse a parameter reached past the model, which would silently be a constant of the graph."""
-        own = {s.tensor.untyped_storage().data_ptr(): s.name for s in state if _has_data(s.tensor)}
-        for node in functional.graph.nodes:
-            if node.op != "get_attr":
-                continue
-            value = getattr(functional, node.target)
-            if _has_data(value) and value.untyped_storage().data_ptr() in own and value.numel():
-                name = own[value.untyped_storage().data_ptr()]
-                raise CaptureError(
-                    f'the step uses the state "{name}" other than through the model it is given',
-                    why="it would be frozen at today's value",
-                    fix="reach it through the model argument of the step",
-                )
-
-
-def _result(x: Any) -> Any:
-    """A result of the trace; a condition keeps its value, under a guard."""
-    if isinstance(x, Tensor):
-        return x.detach()
-    return bool(x) if isinstance(x, torch.SymBool) else x
-
-
-def _has_data(x: Any) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(x, Tensor) or isinstance(x, DTensor) or x.device.type == "meta":
-        return False
-    return type(x) in (Tensor, nn.Parameter) and x.numel() > 0
-
-
-@contextlib.contextmanager
-def _host_min_max(optimizer: Any) -> Iterator[None]:
-    """Keep Python's `min` and `max` of step counts and norms in an optimizer's code in the graph.
-
-    Other entries of these globals stay: the user's step may count in them.
-    """
-    homes = [*map(_home, optimizers_of(optimizer))]
-    with (
-        in_place_of("min", _min_max("min"), homes),
-        in_place_of("max", _min_max("max"), homes),
-    ):
-        yield
-
-
-def _home(optimizer: Optimizer) -> dict[str, Any]:
-    """The globals of the optimizer's code, in a module or not."""
-    step: Any = inspect.unwrap(type(optimizer).step)
-    return step.__globals__
-
-
-def _min_max(name: str) -> Callable[..., Any]:
-    plain = getattr(builtins, name)
-    symbolic = getattr(torch, f"sym_{name}")
-
-    def choose(*args: Any, **kwargs: Any) -> Any:
-        if len(args) == 2 and any(isinstance(a, torch.SymFloat | torch.SymInt) for a in args):
-            return symbolic(*args)
-        return plain(*args, **kwargs)
-
-    return choose
-
-
-def _collect(functional: fx.GraphModule, lifted: _Lifted) -> Captured:
+def _collect(functional: fx.GraphModule, lifted: LiftedStep) -> Captured:
     """Final `copy_` nodes into inputs become the new state values of the output."""
     graph = functional.graph
     names = dict(zip([n for n in graph.nodes if n.op == "placeholder"], lifted.names, strict=True))
@@ -830,13 +258,3 @@ def _collect(functional: fx.GraphModule, lifted: _Lifted) -> Captured:
         gradients=KeptGradients.of(lifted.grads.ends, lifted.grads.answers, lifted.places),
         drawn=lifted.drawn,
     )
-
-
-def copied(captured: Captured) -> Captured:
-    """The same capture with a graph of its own, to rewrite for one layout."""
-    graph, mapped = fx.Graph(), {}
-    result = graph.graph_copy(captured.graph, mapped)
-    graph.output(result)
-    for old, new in mapped.items():
-        new.meta = dict(old.meta)
-    return replace(captured, graph=graph)

@@ -55,9 +55,8 @@ class KnownPrograms:
         added = ((one, draws.added(given, one.drawn)) for one in found)
         valid = ((one, all_) for one, all_ in added if all_ is not None and one.holds(all_))
         fit = _fitting(valid, assumed, tries=tries)
-        if fit is None or assumed is not None:
-            draws.put_back()
         if fit is None:
+            draws.put_back()
             return None
         compiled, numbers = fit
         for module, training in compiled.modes:

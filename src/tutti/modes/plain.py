@@ -21,12 +21,13 @@ from tutti.calls.running import Running
 from tutti.calls.sharded_batch import shard_of, shardings_of
 from tutti.calls.tables import are_same
 from tutti.calls.weight_samples import Samples
+from tutti.capture.captured import Captured, copied
 from tutti.capture.python.assumed_values import Assumed
-from tutti.capture.python.python_state import Findings
+from tutti.capture.python.findings import Findings
 from tutti.capture.python.sizes import FreeSizes
 from tutti.capture.state.first_form import awaiting, first_step_ahead, make_slots
 from tutti.capture.state.lift import state_of
-from tutti.capture.step import Captured, capture, copied
+from tutti.capture.step import capture
 from tutti.environment import STRICT
 from tutti.errors import ShardingError
 from tutti.execution.allocator import give_back_now

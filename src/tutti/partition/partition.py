@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.capture.step import Captured
+from tutti.capture.captured import Captured
 from tutti.errors import ShardingError
 from tutti.graph.edits.edit import erase_dead, source_of
 from tutti.graph.ops import collectives

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import fx
 
-from tutti.capture.step import Captured
+from tutti.capture.captured import Captured
 from tutti.errors import ScheduleError, ShardingError
 from tutti.layout import Layout
 from tutti.partition.partition import Program

@@ -18,12 +18,14 @@ from torch import Tensor
 from tutti.calls.first_call import first_call_undone
 from tutti.calls.guards import refuse_other_layouts
 from tutti.capture.batch import with_arguments
+from tutti.capture.captured import Captured, copied
 from tutti.capture.gpu_autocast import gpu_lists
-from tutti.capture.python.python_state import Findings, PythonState
+from tutti.capture.python.findings import Findings
+from tutti.capture.python.python_state import PythonState
 from tutti.capture.state.first_form import awaiting, make_slots
 from tutti.capture.state.left_modes import hooks_kept
 from tutti.capture.state.lift import called_optimizers
-from tutti.capture.step import Captured, capture, copied
+from tutti.capture.step import capture
 from tutti.errors import CaptureError, LayoutError
 from tutti.execution.collector import rarely_collected
 from tutti.graph.edits.quick import quickly_written

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.capture.step import Captured
+from tutti.capture.captured import Captured
 from tutti.errors import LayoutError, ShardingError, TuttiError
 from tutti.job import Job
 from tutti.layout import Layout

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
-from tutti.capture.step import Captured
+from tutti.capture.captured import Captured
 from tutti.errors import ShardingError
 from tutti.graph.analysis.cost import seconds_of
 from tutti.layout import Layout, Mesh, Sharding

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from tutti.capture.captured import Captured
 from tutti.capture.spelling.rewrites import narrows
-from tutti.capture.step import Captured
 from tutti.graph.ops.boundary import boundary
 
 COMPUTE = ("forward", "backward")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.capture.step import Captured
+from tutti.capture.captured import Captured
 from tutti.graph.edits.edit import Editor, Emit, erase_dead, shaped
 from tutti.graph.ops.expert_rows import (
     PRODUCTS,

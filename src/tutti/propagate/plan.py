@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, fx
 
-from tutti.capture.step import Captured, copied
+from tutti.capture.captured import Captured, copied
 from tutti.errors import ShardingError
 from tutti.graph.edits.edit import Editor, erase_dead
 from tutti.graph.ops.boundary import shard_as_op

@@ -16,10 +16,11 @@ from tutti.calls.first_call import refuse_where_apart
 from tutti.calls.guards import refuse_other_layouts
 from tutti.calls.left_to_workers import refuse_where_served
 from tutti.capture.batch import with_arguments
-from tutti.capture.python.python_state import Findings
+from tutti.capture.captured import Captured
+from tutti.capture.python.findings import Findings
 from tutti.capture.state.first_form import make_slots
 from tutti.capture.state.lift import state_of
-from tutti.capture.step import Captured, capture
+from tutti.capture.step import capture
 from tutti.environment import LEASE, LINGER, LISTEN, RECORDS, REPAIR, RUN_DIR
 from tutti.job import Job
 from tutti.launch import roles

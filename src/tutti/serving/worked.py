@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tutti.capture.python.python_state import Findings
+from tutti.capture.python.findings import Findings
 from tutti.environment import STRICT
 from tutti.execution.allocator import give_back_now
 from tutti.execution.checked import Checked

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.capture.python.python_state import Findings
+from tutti.capture.python.findings import Findings
 from tutti.capture.state.lift import state_of
 from tutti.comm.collectives.agree import check_order
 from tutti.comm.collectives.process_groups import ProcessGroups

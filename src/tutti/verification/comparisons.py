@@ -13,16 +13,17 @@ from torch import Tensor, fx, nn
 
 from tutti.calls.eager import eagerly
 from tutti.calls.guards import MOST_WAYS, ReadGuard, no_way
+from tutti.capture.captured import Captured
 from tutti.capture.forms import flattened, returnable
 from tutti.capture.handed import arguments_of, rebuilt
 from tutti.capture.python.assumed_values import Assumed
 from tutti.capture.python.drawn_numbers import kept
+from tutti.capture.python.findings import Findings
 from tutti.capture.python.plain_values import is_number
-from tutti.capture.python.python_state import Findings, PythonState
+from tutti.capture.python.python_state import PythonState
 from tutti.capture.state.found_gradients import found_gradients
 from tutti.capture.state.left_modes import hooks_kept
 from tutti.capture.state.lift import called_optimizers, numbers, state_of
-from tutti.capture.step import Captured
 from tutti.capture.substitutes.sparse import dense
 from tutti.errors import TuttiError
 from tutti.graph.edits.promote import Promoted, promoted, promoted_value

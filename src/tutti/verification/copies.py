@@ -17,9 +17,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tutti.capture.python.findings import Findings
 from tutti.capture.python.held_values import MISSING, named
 from tutti.capture.python.identities import Identities, replaced_inside
-from tutti.capture.python.python_state import Findings, PythonState
+from tutti.capture.python.python_state import PythonState
 from tutti.capture.state.gradient_hooks import carry_hooks
 from tutti.capture.state.lift import called_optimizers
 from tutti.capture.state.optimizer_copies import Memo, copied, optimizers_copied_whole

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.capture.step import Captured
+from tutti.capture.captured import Captured
 from tutti.comm.collectives.compression import COMPRESSIONS, STEP
 from tutti.replicas.pieces import cut, joined
 from tutti.replicas.strategy import MEAN, Round, Strategy, Weights

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from tutti.calls.guards import guard_of
+from tutti.capture.captured import Captured
 from tutti.capture.python.effects import Effect, values_of
-from tutti.capture.step import Captured
 
 
 def following(

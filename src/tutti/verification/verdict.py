@@ -12,11 +12,12 @@ from torch import nn
 
 from tutti.calls.first_call import first_call_undone
 from tutti.calls.guards import refuse_other_layouts
+from tutti.capture.captured import Captured, copied
 from tutti.capture.handed import arguments_of
 from tutti.capture.python.assumed_values import Assumed
 from tutti.capture.state.first_form import make_slots
 from tutti.capture.state.left_modes import hooks_kept, modes_kept
-from tutti.capture.step import Captured, capture, copied
+from tutti.capture.step import capture
 from tutti.environment import SHARED_MEMORY
 from tutti.execution.execute import axes_used
 from tutti.graph.edits.promote import Promoted, promoted

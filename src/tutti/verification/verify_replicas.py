@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutti.capture.captured import Captured
 from tutti.capture.handed import arguments_of
-from tutti.capture.step import Captured, capture
+from tutti.capture.step import capture
 from tutti.comm.collectives.compression import COMPRESSIONS
 from tutti.graph.edits.promote import promoted, promoted_value
 from tutti.graph.players.virtual_ranks import VirtualRanks

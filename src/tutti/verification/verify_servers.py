@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from tutti.capture.step import Captured
+from tutti.capture.captured import Captured
 from tutti.comm.collectives.compression import COMPRESSIONS
 from tutti.graph.edits.promote import promoted, promoted_value
 from tutti.graph.players.virtual_ranks import VirtualRanks

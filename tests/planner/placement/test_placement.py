@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import tutti
-from tutti.capture.step import Captured, capture, copied
+from tutti.capture.captured import Captured, copied
+from tutti.capture.step import capture
 from tutti.costs.graph_seconds import CollectiveCall
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+from tutti.capture.captured import Captured
 from tutti.capture.state.lift import numbers
-from tutti.capture.step import Captured, capture
+from tutti.capture.step import capture
 from tutti.graph.edits.promote import promoted, promoted_value
 from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from tutti.capture.python.python_state import Findings, PythonState
+from tutti.capture.python.findings import Findings
+from tutti.capture.python.python_state import PythonState
 from tutti.capture.state.first_form import is_of_pytorch
 from tutti.capture.state.first_step import inner_optimizers
 from tutti.capture.state.optimizer_copies import own_step

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tutti.capture.step import Captured, copied
+from tutti.capture.captured import Captured, copied
 from tutti.graph.edits.edit import Editor, value_of
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tutti.capture.step import Captured
+from tutti.capture.captured import Captured
 from tutti.costs.graph_seconds import CollectiveCall
 from tutti.layout import Layout, Sharding
 from tutti.planner.estimates.graph_clock import OVERLAP_SLOWDOWN

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from tutti.capture.step import copied
+from tutti.capture.captured import copied
 from tutti.costs.graph_seconds import CollectiveCall, work_of
 from tutti.costs.kernels import DeviceKernel
 from tutti.graph.analysis.aliases import aliased

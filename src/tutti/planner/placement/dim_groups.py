@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from tutti.capture.step import Captured
+from tutti.capture.captured import Captured
 from tutti.graph.ops.expert_rows import PRODUCTS
 from tutti.graph.text import op_name
 from tutti.planner.placement.reduced import ReducedStep

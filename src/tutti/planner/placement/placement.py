@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tutti.capture.step import Captured
+from tutti.capture.captured import Captured
 from tutti.graph.ops.boundary import shard_as_op
 from tutti.hardware.cluster import Cluster
 from tutti.layout import Layout, Sharding

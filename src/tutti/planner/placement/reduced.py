@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
-from tutti.capture.step import Captured, copied
+from tutti.capture.captured import Captured, copied
 from tutti.graph.edits.edit import erase_dead
 from tutti.planner.placement.op_runs import Stretch, doubled, runs_of, signatures
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from tutti.capture.step import Captured
+from tutti.capture.captured import Captured
 from tutti.errors import CaptureError
 from tutti.graph.edits.edit import source_of
 from tutti.graph.randomness.draw import draw

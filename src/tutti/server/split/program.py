@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from tutti.capture.step import copied
+from tutti.capture.captured import copied
 from tutti.graph.edits.edit import erase_dead
 from tutti.graph.ops import collectives
 from tutti.graph.ops.matmul import is_faster

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from tutti.capture.step import Captured, copied
+from tutti.capture.captured import Captured, copied
 from tutti.graph.edits.edit import erase_dead
 
 STALE, GIVEN = "stale/", "gradient/"

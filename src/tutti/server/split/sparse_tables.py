@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.capture.step import Captured
+from tutti.capture.captured import Captured
 from tutti.graph.edits.edit import value_of
 from tutti.server.split.piece import Cut, GraphPiece
 

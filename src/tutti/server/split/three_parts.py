@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.capture.step import Captured
+from tutti.capture.captured import Captured
 from tutti.errors import CaptureError
 from tutti.graph.text import op_name
 from tutti.server.protocol.update import WEIGHT, ServedVariable

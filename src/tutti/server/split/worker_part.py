@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.capture.step import Captured
+from tutti.capture.captured import Captured
 from tutti.graph.edits.edit import erase_dead
 from tutti.server.split.piece import numbers_of, of_numbers
 from tutti.server.split.sparse_tables import TableLookup, by_rows
