@@ -54,10 +54,15 @@ class HalfSums(CandidatePrograms):
     """
 
     def program(
-        self, layout: Layout, *, placed: Layout | None = None, smallest: bool = False
+        self,
+        layout: Layout,
+        *,
+        placed: Layout | None = None,
+        smallest: bool = False,
+        exact: bool = False,
     ) -> Program:
         """As `CandidatePrograms.program`."""
-        made = super().program(layout, placed=placed, smallest=smallest)
+        made = super().program(layout, placed=placed, smallest=smallest, exact=exact)
         sum_in_half(made.graph)
         return made
 

@@ -105,7 +105,12 @@ class CandidatePrograms:
                 return error
 
     def program(
-        self, layout: Layout, *, placed: Layout | None = None, smallest: bool = False
+        self,
+        layout: Layout,
+        *,
+        placed: Layout | None = None,
+        smallest: bool = False,
+        exact: bool = False,
     ) -> Program:
         """The program of every rank under `layout`.
 
@@ -113,6 +118,8 @@ class CandidatePrograms:
             layout: of the program.
             placed: the layout whose placement it has; by default its own.
             smallest: with the placement of least memory.
+            exact: with the placement of a run under the layout, else with that of one with such axes; see
+                `_place`.
 
         Raises:
             ShardingError, LayoutError: the step does not allow the layout.
@@ -123,16 +130,16 @@ class CandidatePrograms:
                 raise IdleAxisError(axis, size)
         refuse_layout(self.captured(layout.precision), layout)
         if placed is not None:  # the caller keeps the pieces of this program
-            return self._partitioned(layout, placed, smallest)
+            return self._partitioned(layout, placed, smallest, exact)
         alike = replace(layout, schedule="", remat="none")
-        made = self._shared(alike, alike, smallest)
+        made = self._shared(alike, alike, smallest, exact)
         own = layout.with_micro(made.layout.micro)
         return replace(made, layout=own, plan=replace(made.plan, layout=own))
 
-    def _partitioned(self, layout: Layout, placed: Layout, smallest: bool) -> Program:
+    def _partitioned(self, layout: Layout, placed: Layout, smallest: bool, exact: bool) -> Program:
         captured, dims = self.captured(layout.precision), self.job.dims(self.batch)
         with _quiet():
-            found = self._place(captured, placed, dims, smallest)
+            found = self._place(captured, placed, dims, smallest, exact=exact)
             book = self._books.setdefault(layout.precision, Book()).for_copy()
             made = plan(copied(captured), layout, self.job.place, dims=dims, book=book, **found)
             if self.refuses_idle and (axis := idle_axis(made)) is not None:
@@ -148,12 +155,27 @@ class CandidatePrograms:
             own, small = (self._place(captured, layout, dims, s) for s in (False, True))
         return None if own == small else dict(small["found"])
 
+    def is_placed_otherwise(self, layout: Layout) -> bool:
+        """Whether a run under the layout finds another placement than `program` has without `exact`."""
+        captured, dims = self.captured(layout.precision), self.job.dims(self.batch)
+        with _quiet():
+            near, own = (self._place(captured, layout, dims, False, exact=e) for e in (False, True))
+        return near != own
+
     def _place(
-        self, captured: Captured, layout: Layout, dims: Dims | None, smallest: bool
+        self,
+        captured: Captured,
+        layout: Layout,
+        dims: Dims | None,
+        smallest: bool,
+        *,
+        exact: bool = False,
     ) -> dict[str, Any]:
-        """The placement that a run would find; it depends little on the other words of the layout."""
-        axes = {a: n for a, n in layout.axes.items() if a in _PLACED}
-        key = layout.precision, tuple(axes.items()), smallest
+        """The placement that a run would find. Without `exact` layouts with the same axes of weights share
+        that of the first of them: it depends little on the other words, and each search takes time."""
+        axes = {a: n for a, n in layout.axes.items() if exact or a in _PLACED}
+        words = (layout.zero, layout.micro) if exact else ()
+        key = layout.precision, tuple(axes.items()), words, smallest
         if key not in self._found:
             self._found[key] = found_seeds(
                 captured,

@@ -39,6 +39,7 @@ from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.placement.placement import AXES_FOUND
 from tutti.planner.placement.reduced import mark_depth
 from tutti.planner.search.ranking import (
+    RankedLayout,
     Refinement,
     close_to_best,
     first_fitting,
@@ -89,7 +90,7 @@ class StepEstimates:
         self._made_of = programs
         self.rows = num_rows(batch)
         self._num_layouts, self._capacity = num_layouts, capacity
-        self._blocks: dict[tuple[Layout, bool], Blocks] = {}
+        self._blocks: dict[tuple[Layout, bool, tuple[int, ...]], Blocks] = {}
         self._units: dict[str, ShortUnits | ModuleUnits] = {}
         self._ahead: dict[Layout, Outcome] = {}
         self._marked: set[str] = set()  # precisions
@@ -197,8 +198,8 @@ class StepEstimates:
         return in_order(), estimate
 
     def refined(self, layout: Layout) -> Estimate:
-        """The estimate of a deep model with the pipeline's schedule on a clock; of another one from its
-        program, on processors with the times of kernels over all layouts.
+        """The estimate with the placement that a run finds: of a deep model with the pipeline's schedule on
+        a clock; of another one from its program, on processors with the times of kernels over all layouts.
 
         Raises:
             ShardingError, LayoutError, ScheduleError: the step does not allow it.
@@ -233,21 +234,36 @@ class StepEstimates:
         if not self._is_composed or (self.composes_modules and (refined or _has_bytes(layout))):
             if refined and machine.settled is not None:
                 machine = replace(machine, kernels=machine.settled)
-            program = self._programs.program(layout, smallest=smallest)
+            exact = refined and not smallest
+            program = self._programs.program(layout, smallest=smallest, exact=exact)
             return estimate(program, machine, cut_at=self.job.cut)
         self._refuse_in_time(layout)
-        blocks = self._blocks_of(layout, machine, smallest)
+        exact = refined and not smallest and self._is_placed_otherwise(layout)
+        blocks = self._blocks_of(layout, machine, smallest, exact=exact)
         return composed(blocks, layout, machine, played=refined)
 
     @property
     def refinement(self) -> Refinement | None:
         """Where `refined` says more: pipelines of a deep model, the first layouts of another one that is
-        composed, and kernels that were timed."""
+        composed, kernels that were timed, and first layouts for which a run finds another placement."""
         if self.composes_modules:
             return Refinement(self.refined, first_fitting, self._refine_ahead)
-        if self._is_composed:
-            return Refinement(self.refined, first_pipelines)
-        return Refinement(self.refined, close_to_best) if self._on_processors else None
+        if self._on_processors and not self._is_composed:
+            return Refinement(self.refined, close_to_best)
+        return Refinement(self.refined, self._with_more_to_say)
+
+    def _with_more_to_say(self, rows: Sequence[RankedLayout]) -> Iterable[RankedLayout]:
+        pipelines = {row.layout for row in first_pipelines(rows)} if self._is_composed else set()
+        for row in first_fitting(rows):
+            if row.layout in pipelines or self._is_placed_otherwise(row.estimate.layout):
+                yield row
+
+    def _is_placed_otherwise(self, layout: Layout) -> bool:
+        """Whether a run finds another placement than that of the first estimate."""
+        if layout in self.found or max(layout.axes.get(a, 1) for a in AXES_FOUND) == 1:
+            return False
+        programs = self._short_programs if self._is_composed else self._programs
+        return programs.is_placed_otherwise(layout)
 
     @property
     def composes_modules(self) -> bool:
@@ -303,8 +319,16 @@ class StepEstimates:
             self.job, self.batch, on_processors=self._on_processors, refuses_idle=True
         )
 
-    def _blocks_of(self, layout: Layout, machine: PricedMachine, smallest: bool = False) -> Blocks:
-        """The pieces under the layout's model axes and precision, for its rows of a micro-batch."""
+    def _blocks_of(
+        self,
+        layout: Layout,
+        machine: PricedMachine,
+        smallest: bool = False,
+        *,
+        exact: bool = False,
+    ) -> Blocks:
+        """The pieces under the layout's model axes and precision, for its rows of a micro-batch; `exact`
+        with the placement that a run under just this layout finds."""
         rows = self.rows // (layout.axes.get("data", 1) * layout.micro)
         axes = {"data": self.rows // rows} | {
             a: n for a, n in layout.axes.items() if a in MODEL_AXES
@@ -313,10 +337,11 @@ class StepEstimates:
             axes={a: n for a, n in axes.items() if n > 1},
             precision=layout.precision,
         )
-        known = short, smallest
+        known = short, smallest, (layout.zero, layout.micro) if exact else ()
         if known not in self._blocks:
             self._captured_short(layout.precision)
-            program = self._short_programs.program(short, placed=layout, smallest=smallest)
+            given = {"placed": layout, "smallest": smallest, "exact": exact}
+            program = self._short_programs.program(short, **given)
             self._blocks[known] = blocks_of(program, machine, self._units_in(layout.precision))
         return self._blocks[known]
 
