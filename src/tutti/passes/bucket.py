@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 from torch import Tensor, fx
@@ -94,7 +95,12 @@ def bucket(graph: fx.Graph, target: Target, mesh: Mesh) -> int:
     return joined
 
 
-def bucket_shares(sizes: Iterable[int], most_nbytes: float) -> list[float]:
+def bucket_shares(
+    sizes: Iterable[int],
+    most_nbytes: float,
+    positions: Iterable[float] | None = None,
+    most_span: float = float("inf"),
+) -> list[float]:
     """The part of a bucket that each of these tensors takes, in this order.
 
     A bucket has no room for the first tensor behind it. The last one may have, so it counts as far as it is
@@ -103,12 +109,16 @@ def bucket_shares(sizes: Iterable[int], most_nbytes: float) -> list[float]:
     Args:
         sizes: bytes.
         most_nbytes: of a bucket.
+        positions: of the tensors in the graph.
+        most_span: between the first and the last position of a bucket.
     """
-    shares, own, full = list[float](), list[int](), 0
-    for nbytes in sizes:
-        if min(nbytes, full) > SMALL_NBYTES and full + nbytes > most_nbytes:
+    shares, own, full, first = list[float](), list[int](), 0, 0.0
+    for nbytes, at in zip(sizes, positions or repeat(0.0), strict=False):
+        ends = full + nbytes > most_nbytes or at - first > most_span
+        if min(nbytes, full) > SMALL_NBYTES and ends:
             shares += [x / full for x in own]
             own, full = [], 0
+        first = first if own else at
         own.append(nbytes)
         full += nbytes
     return shares + [x / max(full, most_nbytes) for x in own]

@@ -52,13 +52,14 @@ def test_a_sum_waits_for_the_rest_of_its_bucket() -> None:
     assert alone.seconds == pytest.approx(4.0)
 
 
-def test_a_bucket_of_several_pieces_is_gathered_ahead() -> None:
-    """The third piece's long gather begins beside the first if the second's leaves room in the bucket."""
-    kernels = [PieceWork(4.0, gather=x, num_gathers=0.4) for x in (1.0, 1.0, 6.0)]
-    alone = [replace(one, num_gathers=1.0) for one in kernels]
-    ahead, later = (played(x, lags=True, one_link=False) for x in (kernels, alone))
-    assert ahead.waits == pytest.approx(1.0)
-    assert later.waits > 2.0
+def test_a_bucket_of_several_pieces_is_gathered_before_the_first() -> None:
+    """The third piece's long gather begins beside the first, since the second has its weights already."""
+    numbers = ((1.0, 0.5), (1.0, 0.5), (6.0, 1.0))
+    shared = [PieceWork(4.0, gather=x, num_gathers=n) for x, n in numbers]
+    alone = [replace(one, num_gathers=1.0) for one in shared]
+    ahead, later = (played(x, lags=True, one_link=False) for x in (shared, alone))
+    assert ahead.waits == pytest.approx(2.0)
+    assert later.waits > 2.4
 
 
 def test_a_piece_of_several_buckets_waits_for_the_first_alone() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 import statistics
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
@@ -33,7 +34,7 @@ from tutti.graph.analysis.storage import Storages
 from tutti.graph.edits.edit import RECOMPUTED
 from tutti.graph.ops import collectives
 from tutti.partition.partition import Program
-from tutti.passes.bucket import BUCKET_NBYTES, LARGE_BUCKET_NBYTES, bucket_shares
+from tutti.passes.bucket import BUCKET_NBYTES, LARGE_BUCKET_NBYTES, SPAN, bucket_shares
 from tutti.passes.pass_table import optimized
 from tutti.passes.recompute import is_recomputable
 from tutti.passes.target import Target
@@ -189,6 +190,9 @@ class _BlockReader:
     def _exchange(self, node: fx.Node, region: str) -> None:
         call = collective_call(node)
         if call is None or not MODEL_AXES & set(call.axes):
+            return
+        if region == "update" and "seq" in call.axes:
+            self._add(node, "over_seq", call.nbytes)
             return
         group = self.groups[tuple(a for a in call.axes if a in MODEL_AXES)]
         if group.size == 1:
@@ -355,9 +359,10 @@ class _BlockReader:
         order."""
         for what, count in _COUNTS.items():
             found = self._in_order(what)
-            shares = bucket_shares((nbytes for nbytes, _ in found), most_nbytes)
+            sizes, positions = [x[0] for x in found], [x[2] for x in found]
+            shares = bucket_shares(sizes, most_nbytes, positions, SPAN * self._length)
             own: dict[str, float] = {}
-            for (_, piece), share in zip(found, shares, strict=True):
+            for (_, piece, _), share in zip(found, shares, strict=True):
                 own[piece] = own.get(piece, 0.0) + share
             for i, (units, unit, num_layers) in enumerate(self.units.runs):
                 for name, *equal in zip(*(self._names(i, k) for k in range(units)), strict=True):
@@ -365,15 +370,45 @@ class _BlockReader:
                     own |= dict.fromkeys((name, *equal), mean)
             self.sums |= {(piece, count): number for piece, number in own.items()}
 
-    def _in_order(self, what: str) -> list[tuple[int, str]]:
-        """The bytes that a collective moves of each tensor, with its piece, of all layers of the model."""
-        rows: list[list[tuple[int, int, str]]] = []
-        once = ["first"], ["last"]
-        runs = [(self._names(i, 0), n // unit) for i, (_, unit, n) in enumerate(self.units.runs)]
-        for names, times in [*((x, 1) for x in once), *runs]:
+    def _in_order(self, what: str) -> list[tuple[int, str, float]]:
+        """The bytes that a collective moves of each tensor, with its piece and its position, of all layers of
+        the model."""
+        rows: list[tuple[list[tuple[int, int, str]], float]] = []
+        region = "forward" if what == "read" else "backward"
+        for names, times in self._rows:
             row = sorted((*x, name) for name in names for x in self.moved.get((name, what), ()))
-            rows += [row] * (times if row else 0)
-        return [(nbytes, name) for row in sorted(rows) for _, nbytes, name in row]
+            span = sum(self._num_nodes[name, region] for name in names)
+            rows += [(row, span)] * (times if row else 0)
+        found, begin = list[tuple[int, str, float]](), 0.0
+        for row, span in sorted(rows):
+            for k, (_, nbytes, name) in enumerate(row, 1):
+                found.append((nbytes, name, begin + span * k / len(row)))
+            begin += span
+        return found
+
+    @property
+    def _rows(self) -> list[tuple[list[str], int]]:
+        """Names of pieces that follow each other, and how many times they do in the whole model."""
+        runs = [(self._names(i, 0), n // unit) for i, (_, unit, n) in enumerate(self.units.runs)]
+        return [(["first"], 1), *runs, (["last"], 1)]
+
+    @cached_property
+    def _num_nodes(self) -> Counter[tuple[str, str]]:
+        """By piece and region, the nodes of forward and backward."""
+        regions = ((n, n.meta.get("region")) for n in self.graph.nodes)
+        return Counter((self._piece_of(n), r) for n, r in regions if r in ("forward", "backward"))
+
+    @cached_property
+    def _length(self) -> float:
+        """The nodes of a graph with all layers, but for the update."""
+        own = sum(node.meta.get("region") != "update" for node in self.graph.nodes)
+        whole = sum(
+            times * self._num_nodes[name, region]
+            for names, times in self._rows
+            for name in names
+            for region in ("forward", "backward")
+        )
+        return own * whole / max(1, self._num_nodes.total())
 
     def _read(self, weight: fx.Node) -> None:
         """Bytes of a weight as the forward reads it: of its casts, if nothing else reads it."""

@@ -150,10 +150,12 @@ class _Composition:
         return played([*work, *backwards], lags=lags, one_link=self.staged.one_link)
 
     def _renewed(self, piece: Piece) -> float:
-        """Seconds to gather the weights that each rank has updated a part of."""
+        """Seconds to sum parts of gradients over `seq`, and to gather the weights that each rank has updated
+        a part of."""
+        summed = self.staged.reduced_parts(piece)
         if self.layout.zero not in (1, 2):
-            return 0.0
-        return self.staged.over_data("all_gather", piece.gradients, piece.num_sums)
+            return summed
+        return summed + self.staged.over_data("all_gather", piece.gradients, piece.num_sums)
 
     @property
     def _pipeline(self) -> Layout:
@@ -224,13 +226,18 @@ class _Composition:
             both = piece.read + self.staged.read_again(piece)
             gathered = micro * both if self.pipe == 1 else piece.read
         sums = micro if zero >= 2 else 1
+        joint = 0.0 if zero else min(piece.over_seq, piece.gradients)
         over_data = share * (
             gathered
-            + sums * (1 if zero else 2) * piece.gradients
+            + sums * (1 if zero else 2) * (piece.gradients - joint)
             + (piece.gradients if zero in (1, 2) else 0.0)
         )
-        link = "inside" if self.groups[("data",)].num_hosts == 1 else "between"
-        found[link] += int(over_data)
+        found[self._link(("data",))] += int(over_data)
+        ranks = self.groups[self.staged.summing].size
+        found[self._link(self.staged.summing)] += int(2 * (ranks - 1) / ranks * joint)
+        if zero:
+            seq = self.layout.axes.get("seq", 1)
+            found[self._link(("seq",))] += int(2 * (seq - 1) / seq * piece.over_seq / data)
         within = self.groups[tuple(a for a in ("expert", "seq", "tensor") if a in self.layout.axes)]
         found["inside" if within.num_hosts == 1 else "between"] += int(micro * piece.sent)
         if self.pipe > 1:
@@ -240,6 +247,9 @@ class _Composition:
             )  # to the next stage, and back to the one before
             found[link] += int(ways * micro * max(self.staged.messages))
         return {k: n for k, n in found.items() if n}
+
+    def _link(self, axes: tuple[str, ...]) -> str:
+        return "inside" if self.groups[axes].num_hosts == 1 else "between"
 
 
 _schedule_of = lru_cache(maxsize=256)(schedule_of)

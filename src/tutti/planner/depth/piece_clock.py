@@ -11,7 +11,7 @@ several buckets is played as so many equal parts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from tutti.planner.estimates.graph_clock import OVERLAP_SLOWDOWN
 
@@ -65,7 +65,7 @@ def played(
         one_link: the collectives over other axes take the same link.
         stays: the end does not wait for sums.
     """
-    pieces = [part for piece in pieces for part in piece.parts()]
+    pieces = _gathered_at_once([part for piece in pieces for part in piece.parts()])
     now = free = last_sum = kernels = waits = hidden = filling = full = ahead = 0.0
     last = max((i for i, p in enumerate(pieces) if p.total), default=-1)
     ready: list[float] = []  # of the gathers that have begun
@@ -102,3 +102,21 @@ def played(
     if stays:
         return PieceTimes(now, kernels, waits, hidden, left)
     return PieceTimes(now + left, kernels, waits + left, hidden)
+
+
+def _gathered_at_once(pieces: Sequence[PieceWork]) -> list[PieceWork]:
+    """The pieces, with the gather of each bucket before the first of the pieces that share it."""
+    found, lead, full = list[PieceWork](), 0, 1.0
+    for piece in pieces:
+        if not piece.gather:
+            found.append(piece)
+        elif full >= FULL:
+            lead, full = len(found), piece.num_gathers
+            found.append(piece)
+        else:
+            full += piece.num_gathers
+            found.append(replace(piece, gather=0.0, num_gathers=0.0))
+            first = found[lead]
+            gather, count = first.gather + piece.gather, first.num_gathers + piece.num_gathers
+            found[lead] = replace(first, gather=gather, num_gathers=count)
+    return found

@@ -73,13 +73,18 @@ class StagedMemory:
         stages = [
             stage for stage in range(len(self.staged.cut)) if self.staged.rank_of(stage) == rank
         ]
-        moved = max(self.staged.bucket_nbytes, self.blocks.gradient) if data > 1 else 0.0
+        moved = self._moved(piece) if self.staged.groups[self.staged.summing].size > 1 else 0.0
         cast = piece.cast if self.staged.shares_casts else 0.0
         above = max(self._above(stage, splits) for stage in stages)
         ends = gradients + moved
         if zero in (1, 2) and data > 1 and not self.machine.shares_memory:
             ends = max(ends, piece.gradients)  # new weights beside the old ones
         return state + max(cast + self._kept(rank) + summed + above, ends)
+
+    def _moved(self, piece: Piece) -> float:
+        """Bytes of the largest bucket of gradients, about."""
+        bucket = piece.gradients / max(1.0, piece.num_sums)
+        return max(min(self.staged.bucket_nbytes, bucket), self.blocks.gradient)
 
     def _casts(self, stage: int) -> list[float]:
         """Bytes of weights in the dtype of the forward in the backward of each piece."""

@@ -42,14 +42,15 @@ class StagedPieces:
         budget = Budget.parse(layout.remat)
         share = budget.share if budget else None
         self.groups = RankGroups(layout.mesh, machine.topology.host_size)
-        self._over_data: dict[tuple[str, float, float], float] = {}
+        self._over: dict[tuple[tuple[str, ...], str, float, float], float] = {}
         self.data = layout.axes.get("data", 1)
         self.pipe = layout.axes.get("pipe", 1)
         # Weights in the dtype of the forward: micro-batches share them; a budget drops them first.
         self.shares_casts = layout.in_time and layout.zero < 3
         self.drops_casts = share is not None
         gathers = layout.zero == 3 or layout.in_time
-        self.bucket_nbytes = bucket_nbytes(self.data, on_gpus=not machine.shares_memory)
+        summing = self.groups[self.summing].size
+        self.bucket_nbytes = bucket_nbytes(summing, on_gpus=not machine.shares_memory)
         blocks = blocks.filling(self.bucket_nbytes)
         thin = blocks if share is None else thinned(blocks, share, gathers=gathers)
         self.blocks = replace(
@@ -93,10 +94,15 @@ class StagedPieces:
             made.append(PieceWork(max(0.0, work), 0.0 if late else moved, gather, total, *numbers))
         return made
 
+    @cached_property
+    def summing(self) -> tuple[str, ...]:
+        """The axes over which most gradients add up at once. Parts of them do so over `data` alone."""
+        return ("data",) if self.layout.zero or "seq" not in self.layout.axes else ("data", "seq")
+
     @property
     def sums_beside(self) -> bool:
         """Whether the last micro-batch reduces the sums of all: not in memory that ranks share."""
-        shared = self.machine.shares_memory and self.groups[("data",)].num_hosts == 1
+        shared = self.machine.shares_memory and self.groups[self.summing].num_hosts == 1
         return self.layout.in_time and self.layout.zero < GRADIENTS_FROM and not shared
 
     def summed_late(self, rank: int, timeline: Timeline | None = None) -> float:
@@ -105,7 +111,7 @@ class StagedPieces:
         Those of a stage run beside the backwards of others until the next stage's last one. Without a
         timeline that is one round of the other micro-batches later.
         """
-        if self.layout.zero >= GRADIENTS_FROM or self.data == 1:
+        if self.layout.zero >= GRADIENTS_FROM or self.groups[self.summing].size == 1:
             return 0.0
         if not self.sums_beside:
             return self.reduced(self.rank_pieces[rank])
@@ -131,9 +137,9 @@ class StagedPieces:
 
     @property
     def one_link(self) -> bool:
-        """Whether the collectives of the model's axes take the link of those over `data`."""
+        """Whether the collectives of the model's axes take the link of sums of gradients."""
         axes = tuple(a for a in ("expert", "seq", "tensor") if a in self.layout.axes)
-        return (self.groups[axes].num_hosts == 1) == (self.groups[("data",)].num_hosts == 1)
+        return (self.groups[axes].num_hosts == 1) == (self.groups[self.summing].num_hosts == 1)
 
     def gathered(self, piece: Piece, *, again: bool = False) -> float:
         """Seconds to gather the weights of a piece over `data`, in the dtypes of the forward."""
@@ -163,21 +169,40 @@ class StagedPieces:
         return count if self.pipe == 1 else max(1.0, count)
 
     def reduced(self, piece: Piece) -> float:
-        """Seconds to sum the gradients of a piece over `data`."""
-        kind = "reduce_scatter" if self.layout.zero else "all_reduce"
-        return self.over_data(kind, piece.gradients, piece.num_sums)
+        """Seconds to sum the gradients of a piece over `data`, and whole ones over `seq`, too."""
+        if self.layout.zero:
+            return self.over_data("reduce_scatter", piece.gradients, piece.num_sums)
+        joint = min(piece.over_seq, piece.gradients)
+        if not joint:
+            return self.over_data("all_reduce", piece.gradients, piece.num_sums)
+        share = joint / piece.gradients
+        alone = (1 - share) * piece.gradients, (1 - share) * piece.num_sums
+        return self.over(
+            self.summing, "all_reduce", joint, share * piece.num_sums
+        ) + self.over_data("all_reduce", *alone)
+
+    def reduced_parts(self, piece: Piece) -> float:
+        """Seconds to sum over `seq` the parts of gradients that each rank of `data` has."""
+        if not self.layout.zero:
+            return 0.0
+        nbytes = piece.over_seq / self.data
+        return self.over(("seq",), "all_reduce", nbytes, piece.num_sums / self.data)
 
     def over_data(self, kind: str, nbytes: float, count: float) -> float:
         """Seconds of collectives over `data`: so many bytes in so many buckets."""
-        if self.data == 1 or nbytes <= 0:
+        return self.over(("data",), kind, nbytes, count)
+
+    def over(self, axes: tuple[str, ...], kind: str, nbytes: float, count: float) -> float:
+        """Seconds of collectives over `axes`: so many bytes in so many buckets."""
+        group = self.groups[axes]
+        if group.size == 1 or nbytes <= 0:
             return 0.0
         count = self._filled(nbytes, count)
-        known = kind, nbytes, count
-        if known not in self._over_data:
-            group, each = self.groups[("data",)], nbytes / count
-            seconds = collective_seconds(kind, each, group, self.machine.topology)
-            self._over_data[known] = count * seconds
-        return self._over_data[known]
+        known = axes, kind, nbytes, count
+        if known not in self._over:
+            seconds = collective_seconds(kind, nbytes / count, group, self.machine.topology)
+            self._over[known] = count * seconds
+        return self._over[known]
 
     def _filled(self, nbytes: float, count: float) -> float:
         """A number of buckets, but no fewer than these bytes fill."""

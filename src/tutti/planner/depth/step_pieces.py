@@ -14,7 +14,8 @@ from operator import attrgetter
 from tutti.passes.bucket import LARGE_BUCKET_NBYTES
 from tutti.planner.depth.dropped_values import Drop
 
-# Axes whose collectives belong to a piece; those over `data` belong to the whole step.
+# Axes whose collectives belong to a piece; those over `data` belong to the whole step, and so do sums of
+# gradients over `seq`.
 MODEL_AXES = frozenset({"tensor", "seq", "expert"})
 
 
@@ -27,7 +28,8 @@ class Piece:
     adding: seconds to add gradients to the sums of earlier micro-batches. update: seconds.
     kept: bytes of a micro-batch from forward to backward. delayed: those that gradients of weights read.
     cast: bytes of weights in the dtype of the forward, for all micro-batches. parameters, slots: bytes of
-    state; slots with buffers. gradients: bytes that the update reads. sent: bytes over the model's axes.
+    state; slots with buffers. gradients: bytes that the update reads; over_seq: those of them that add up
+    over `seq`, too. sent: bytes over the model's axes.
     once: bytes of results of collectives in the forward, which no backward recomputes. moved_again: seconds
     of the others in the forward. inputs: the part of `backward` on which an earlier piece depends.
     read: bytes of weights in the dtypes in which the forward reads them; `read_again` of those that the
@@ -49,6 +51,7 @@ class Piece:
     parameters: float = 0.0
     slots: float = 0.0
     gradients: float = 0.0
+    over_seq: float = 0.0
     sent: float = 0.0
     once: float = 0.0
     moved_again: float = 0.0
