@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 import tutti
 import zoo
+from ranks import Ranks
 from subjects import subject
 from tutti.capture.state.lift import create_slots, hypers_of, place_counts, state_of
 from tutti.errors import CaptureError, TuttiError
@@ -160,6 +161,49 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
         state_of(mlp(), optimizer)
     assert "holds a parameter of shape [64, 16] that the model does not have" in str(caught.value)
     assert "model.parameters()" in caught.value.fix and caught.value.why
+    assert caught.value.at.startswith(__file__)
+
+
+def test_a_tensor_that_is_no_parameter_is_refused_with_its_own_fix() -> None:
+    """A list of parameters would wrap it in another one."""
+    model = mlp()
+    plain = torch.zeros(1, requires_grad=True)
+    optimizers = [torch.optim.SGD(model.parameters()), torch.optim.Adam([plain])]
+    with pytest.raises(CaptureError, match="optimizer 1, Adam updates a tensor of shape") as caught:
+        state_of(model, optimizers)
+    assert "weight = nn.Parameter(torch.zeros(1)) in place of the tensor" in caught.value.fix
+    assert '{"net": model, "own": nn.ParameterList([weight])} as the model' in caught.value.fix
+
+
+def _with_temperature(layout: str | None) -> list[Any]:
+    """As the refusal of a plain tensor advises; the step reads the weight by a closure."""
+    torch.manual_seed(0)
+    net, weight = nn.Linear(4, 2).double(), nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    model = {"net": net, "own": nn.ParameterList([weight])}
+    optimizers = [torch.optim.Adam(net.parameters(), lr=0.1), torch.optim.Adam([weight], lr=0.1)]
+
+    def train_step(model: Any, optimizers: Any, x: Tensor) -> Any:
+        loss = (weight.exp().detach() * model["net"](x)).pow(2).mean()
+        optimizers[0].zero_grad()
+        loss.backward()
+        optimizers[0].step()
+        temperature = -(weight.exp() * (loss.detach() - 1)).mean()
+        optimizers[1].zero_grad()
+        temperature.backward()
+        optimizers[1].step()
+        return loss.detach(), weight.exp().item()
+
+    step: Any = partial(train_step, model, optimizers)
+    if layout is not None:
+        step = tutti.distribute(train_step, model, optimizers, layout)
+    made = torch.Generator().manual_seed(0)
+    return [step(torch.randn(4, 4, generator=made, dtype=torch.float64)) for _ in range(3)]
+
+
+@pytest.mark.parametrize("layout", ["data=2", "data=2 zero=3"])
+def test_a_weight_in_a_dict_of_its_own(ranks: Ranks, layout: str) -> None:
+    for found in ranks.run(_with_temperature, layout, n=2):
+        torch.testing.assert_close(found, _with_temperature(None), rtol=0, atol=1e-12)
 
 
 SCHEDULES: dict[str, tuple[Any, Callable[[Any], LRScheduler]]] = {

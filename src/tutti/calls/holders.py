@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.calls.tables import Table, are_same, read, reader, values_of
-from tutti.capture.state.lift import StateTensor, not_of_the_model
+from tutti.capture.state.lift import StateTensor
+from tutti.capture.state.missing_weights import not_of_the_model
 from tutti.errors import CaptureError
 from tutti.torch_private.module_tables import buffers_of, children_of, parameters_of
 
@@ -99,7 +100,7 @@ def _places(
     for one in optimizers:
         for p in (p for group in one.param_groups for p in group["params"]):
             if id(p) not in names:
-                raise not_of_the_model(one, p)
+                raise not_of_the_model(one, p, optimizers)
             slots = one.state.get(p, {})
             found |= {f"optim.{names[id(p)]}.{slot}": (slots, slot) for slot in slots}
     return found

@@ -25,6 +25,7 @@ from tutti.capture.state.first_step import (
 from tutti.capture.state.first_values import first_values
 from tutti.capture.state.free_numbers import is_free_number
 from tutti.capture.state.fused import as_ops, qualifies
+from tutti.capture.state.missing_weights import not_of_the_model
 from tutti.capture.state.trial_steps import trial
 from tutti.errors import CaptureError, TuttiError
 from tutti.torch_private.dispatch_modes import TorchDispatchMode
@@ -114,12 +115,13 @@ def state_of(model: nn.Module, optimizer: Any) -> list[StateTensor]:
     state = [StateTensor(n, "parameter", p, others=others) for n, others, p in _parameters(model)]
     names = {id(s.tensor): s.name for s in state}
     state += [StateTensor(n, "buffer", b) for n, b in model.named_buffers()]
-    for one in optimizers_of(optimizer):
+    optimizers = optimizers_of(optimizer)
+    for one in optimizers:
         for group in one.param_groups:
             for param in group["params"]:
                 owner = names.get(id(param))
                 if owner is None:
-                    raise not_of_the_model(one, param)
+                    raise not_of_the_model(one, param, optimizers)
                 for slot, value in one.state.get(param, {}).items():
                     if isinstance(value, Tensor):
                         name = f"optim.{owner}.{slot}"
@@ -136,17 +138,6 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...], Tensor
         found[id(parameter)] = parameter
     for key, (first, *others) in names.items():
         yield first, tuple(others), found[key]
-
-
-def not_of_the_model(optimizer: Optimizer, param: Tensor) -> CaptureError:
-    """The error for a parameter that only the optimizer holds."""
-    kind = type(optimizer).__name__
-    return CaptureError(
-        f"{kind} holds a parameter of shape {list(param.shape)} that the model does not have",
-        why="an optimizer must be made from this model's own parameters, and they must stay its own",
-        fix=f"{kind}(model.parameters(), ...) on the model given here; for a weight of its own (a "
-        'temperature, master weights) {"net": model, "own": nn.ParameterList([weight])} as the model',
-    )
 
 
 def hypers_of(optimizer: Any) -> list[Hyper]:
