@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -414,3 +415,81 @@ def test_an_error_of_one_call_does_not_count_as_a_read() -> None:
     for k in range(4, 8):
         step(*_dict(*_tensors(k), f"{k}.png"))
     assert step._num_traces == known
+
+
+# Values that cannot be compared: arrays, sets, objects without a hash.
+
+
+@dataclasses.dataclass(frozen=True)
+class Indices:
+    of: Any
+
+
+@dataclasses.dataclass
+class Options:
+    of: Any
+    size: Any = dataclasses.field(default_factory=lambda: torch.ones(1))
+
+
+def _incomparable(k: int) -> list[Any]:
+    return [np.arange(8) + k, {k, "a"}, Indices([k]), np.ma.masked_array([1.0, k], [0, 1])]
+
+
+def put_and_returned(model: nn.Module, optimizer: Any, batch: dict[str, Any]) -> Any:
+    batch = {key: x.double() if torch.is_tensor(x) else x for key, x in batch.items()}
+    assert isinstance(batch["values"][0], np.ndarray)
+    assert type(batch["values"][1]) is set
+    copied = copy.deepcopy(batch["values"])
+    loss = _trained(model, optimizer, batch["x"], batch["y"])
+    return loss, {"values": batch["values"], "copied": copied[0]}
+
+
+def _of_incomparable(layout: str | None) -> tuple[list[Any], int]:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = None if layout is None else tutti.distribute(put_and_returned, model, optimizer, layout)
+    found: list[Any] = []
+    for k in range(CALLS):
+        x, y = _tensors(k)
+        batch = {"x": x, "y": y, "values": _incomparable(k)}
+        loss, more = put_and_returned(model, optimizer, batch) if step is None else step(batch)
+        assert all(a is b for a, b in zip(more["values"], batch["values"], strict=True))
+        found += [loss, torch.as_tensor(more["copied"])]
+    with tutti.whole(model):
+        found += [p.detach().clone() for p in model.parameters()]
+    return found, 0 if step is None else step._num_traces
+
+
+@pytest.mark.parametrize("layout", ["data=2", "data=2 zero=3", "pipe=2 micro=2"])
+def test_an_array_that_no_code_reads(ranks: Ranks, layout: str) -> None:
+    for found, num_traces in ranks.run(_of_incomparable, layout, n=2):
+        _same(found, _of_incomparable(None)[0])
+        assert num_traces == 1
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "a tensor": lambda one: torch.from_numpy(one).sum(),
+    "an operand": lambda one: torch.ones(8) * one,
+    "a lookup": lambda one: torch.ones(9)[one],
+    "its shape": lambda one: one.shape[0],
+    "a function of NumPy": lambda one: np.add(1, one).sum(),
+    "an array": lambda one: np.asarray(one).sum(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_an_array_that_the_step_reads_is_refused_with_its_line(read: str) -> None:
+    def train_step(model: nn.Module, optimizer: Any, batch: Any, on: bool) -> Tensor:
+        scale = READS[read](batch["of"].of) if on else 1.0
+        return _trained(model, optimizer, batch["x"], batch["x"][:, :4], scale)
+
+    model = _model()
+    step = tutti.distribute(train_step, model, torch.optim.SGD(model.parameters(), lr=0.1), "")
+    batch = {"x": _tensors(0)[0], "of": Options(np.arange(8))}
+    for _ in range(2):
+        with pytest.raises(tutti.CaptureError, match="the step reads") as caught:
+            step(batch, True)
+        assert 'batch["of"].of, a numpy.ndarray' in caught.value.what
+        assert "lambda one" in caught.value.at
+        assert caught.value.fix.endswith('torch.as_tensor(batch["of"].of)')
+        step(batch, False)

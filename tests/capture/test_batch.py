@@ -180,12 +180,10 @@ def test_packed_sequences_are_no_constants() -> None:
 @pytest.mark.parametrize(
     ("given", "fix"),
     [
-        (np.zeros(3), "as_tensor"),
         (nn.Linear(2, 2), '"teacher"'),
         (SGD([torch.zeros(2)], lr=0.1), "as the optimizer"),
         (iter([1]), "for batch in loader"),
         (torch.utils.data.DataLoader([1, 2]), "for batch in loader"),  # type: ignore[arg-type]
-        ({1, 2}, "frozenset"),
     ],
 )
 def test_what_a_batch_may_not_hold(given: Any, fix: str) -> None:
@@ -194,6 +192,19 @@ def test_what_a_batch_may_not_hold(given: Any, fix: str) -> None:
     assert fix in found.value.fix
     with pytest.raises(CaptureError, match="the batch holds a"):
         tutti.verify(lambda m, x: m(x), nn.Linear(2, 2), None, (given,), "data=2")
+
+
+@pytest.mark.parametrize(
+    ("given", "fix"), [(np.ones(2), 'torch.as_tensor(x["inner"][0])'), ({1, 2}, "frozenset(x)")]
+)
+def test_what_a_step_may_not_read(given: Any, fix: str) -> None:
+    def step(model: nn.Module, x: Any) -> Tensor:
+        return model(x["x"]) * sum(x["inner"][0])
+
+    batch = ({"x": torch.zeros(2, 2), "inner": [given]},)
+    with pytest.raises(CaptureError, match=r'reads x\["inner"\]\[0\], a ') as found:
+        tutti.verify(step, nn.Linear(2, 2), None, batch, "data=2")
+    assert fix in found.value.fix and "sum(x[" in found.value.at
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from tutti.capture.state.free_numbers import FreeInt
-from tutti.capture.unread import LeafRead, UnreadValue, is_unread, set_now, unread, unread_kind
+from tutti.capture.unread import (
+    LeafRead,
+    UnreadValue,
+    is_incomparable,
+    is_unread,
+    set_now,
+    stands_for_incomparable,
+    unread,
+    unread_kind,
+)
 
 _TENSOR_PARTS = 4  # of a tensor in a signature: its shape, dtype, device and sharding
 _KINDS = frozenset({str, bytes, int, bool})
@@ -50,6 +59,24 @@ class ChangingLeaves:
         self._read: dict[Any, set[int]] = {}  # by code
         self._constants: dict[Any, set[int]] = {}
         self._counts: dict[Any, list[int]] = {}  # of reads, and of programs with free integers
+        self._incomparable: dict[Any, UnreadValue] = {}  # by form, position and kind
+
+    def with_stand_ins(self, leaves: list[Any], form: Any) -> list[Any]:
+        """The leaves of a call, with an `UnreadValue` in place of those that cannot be compared.
+
+        One of its own for each kind of value: the programs that return it share it.
+        """
+        at = [k for k, x in enumerate(leaves) if is_incomparable(x)]
+        if not at:
+            return leaves
+        made = list(leaves)
+        for k in at:
+            key = form, k, type(leaves[k])
+            if key not in self._incomparable:
+                self._incomparable[key] = unread(k, leaves[k], leaves[k])
+            set_now(self._incomparable[key], leaves[k])
+            made[k] = self._incomparable[key]
+        return made
 
     def replaced(self, leaves: list[Any], form: Any) -> list[Any]:
         """The leaves of a call, with an `UnreadValue` or a `FreeInt` in place of those that are known."""
@@ -115,7 +142,7 @@ class ChangingLeaves:
 
     def fail(self, leaves: Sequence[Any], error: BaseException | None, form: Any) -> None:
         """Note that these leaves are not as tried: `error` is that of the trace, if it has not ended."""
-        at = [k for k, x in enumerate(leaves) if type(x) is FreeInt or is_unread(x)]
+        at = [k for k, x in enumerate(leaves) if _is_tried(x)]
         if isinstance(error, LeafRead) and self._count(form, 0) <= _MOST_READS:
             at = [error.at]
         self._forget(at, form)
@@ -144,6 +171,15 @@ class ChangingLeaves:
 def are_replaced(leaves: Sequence[Any]) -> bool:
     """Whether some leaves are not those of the batch."""
     return any(type(x) is FreeInt or is_unread(x) for x in leaves)
+
+
+def are_tried(leaves: Sequence[Any]) -> bool:
+    """Whether a trace of the leaves themselves may do where one of these fails."""
+    return any(map(_is_tried, leaves))
+
+
+def _is_tried(x: Any) -> bool:
+    return type(x) is FreeInt or (is_unread(x) and not stands_for_incomparable(x))
 
 
 def _are_of_other_sizes(a: Any, b: Any) -> bool:

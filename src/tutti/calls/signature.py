@@ -17,7 +17,6 @@ from tutti.calls.tables import Table, are_same, values_of
 from tutti.capture.state.free_numbers import FreeInt, is_free_number
 from tutti.capture.state.kept_gradients import Answers, Question
 from tutti.capture.unread import UnreadValue, is_unread, unread_kind
-from tutti.errors import CaptureError
 from tutti.graph.text import SHORT
 from tutti.torch_private.module_tables import buffers_of, children_of, parameters_of
 
@@ -51,8 +50,6 @@ class Signatures:
 
         `python` stands for the Python values of the step (`PythonValues.now`). Without `sized`, calls whose
         tensors differ only in sizes have one key.
-
-        Raises `CaptureError` for a leaf of the batch that is neither tensor nor constant.
         """
         other = any(self._empty) or not are_same(_entries(self._children), self._below)
         if other or self._are_of_other_classes():
@@ -119,14 +116,6 @@ def _leaf(x: Any) -> Any:
         return repr(x)
     if is_unread(x):
         return (UnreadValue, unread_kind(x))
-    try:
-        hash(x)
-    except TypeError:
-        raise CaptureError(
-            f"the batch holds a {type(x).__module__}.{type(x).__name__}, which the step cannot take",
-            why="what is not a tensor is a constant of the captured step, and this cannot be compared",
-            fix="torch.as_tensor(x)",
-        ) from None
     return (type(x), x)
 
 

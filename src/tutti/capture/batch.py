@@ -16,16 +16,21 @@ from tutti.capture.default_device import users_default
 from tutti.capture.forms import flattened, holds_tensors, is_container
 from tutti.capture.handed import (
     ArgumentsAhead,
+    Batch,
     Place,
     arguments_in,
+    by_path,
     handed_over,
     objects_in,
+    path_text,
     unpacked,
 )
 from tutti.capture.keywords import Keywords
-from tutti.capture.unread import is_unread
+from tutti.capture.python.ways_out import of_error
+from tutti.capture.unread import UnreadValue, is_unread, line_of_read, value_now
 from tutti.errors import CaptureError
 from tutti.torch_private.pytrees import tree_unflatten
+from tutti.user_lines import quoted
 
 Result = TypeVar("Result")
 _SINGLE = (Tensor, np.ndarray, str, bytes)  # no sequences of arguments, though they can be iterated
@@ -37,8 +42,8 @@ def taken(batch: Any, keywords: Mapping[str, Any] | None = None) -> tuple[Any, .
 
     A mapping as `batch` means `step(**batch)`.
 
-    Raises `CaptureError` for a leaf that is neither tensor nor constant, and for a single argument that is
-    not in a sequence.
+    Raises `CaptureError` for a leaf that no trace can have, and for a single argument that is not in a
+    sequence.
     """
     if isinstance(batch, _SINGLE):
         raise _one_argument(batch)
@@ -61,7 +66,9 @@ def taken(batch: Any, keywords: Mapping[str, Any] | None = None) -> tuple[Any, .
             ):
                 inside = []  # a trainer may hold its model
             for x in inside:
-                check(x, constant=not is_object)
+                check(x)
+                if is_object and isinstance(x, np.ndarray):
+                    raise _refused(x, _UNCOMPARED, "torch.as_tensor(x)")
     if any(isinstance(x, np.generic) for x in others):
         return tree_unflatten([_number(x) for x in leaves], form)
     return whole
@@ -136,23 +143,17 @@ def _parameter(function: Callable[..., Any], place: int) -> str:
     return f"argument {place}"
 
 
-def check(x: Any, *, constant: bool = True) -> None:
-    """Raise `CaptureError` unless `x` may be a leaf of a batch, or of an argument that is no `constant`."""
+def check(x: Any) -> None:
+    """Raise `CaptureError` unless `x` may be a leaf of a batch."""
     if isinstance(x, Tensor | np.generic) or is_unread(x):
         return
     for kind, why, fix in _REFUSED:
         if isinstance(x, kind) and _matters(x):
             raise _refused(x, why, fix)
-    if not constant:
-        return
-    try:
-        hash(x)
-    except TypeError:
-        why = "what is not a tensor is a constant of the captured step, and this cannot be compared"
-        raise _refused(x, why, f"{_ALONE}; of a set, frozenset(x)") from None
 
 
 _ALONE = "its tensors alone: step(data.x, data.y)"
+_UNCOMPARED = "what is not a tensor is a constant of the captured step, and this cannot be compared"
 # Leaves that a batch may not have: the reason and the fix.
 _REFUSED: tuple[tuple[Any, str, str], ...] = (
     (
@@ -171,11 +172,6 @@ _REFUSED: tuple[tuple[Any, str, str], ...] = (
         "for batch in loader: step(*batch)",
     ),
     (
-        np.ndarray,
-        "what is not a tensor is a constant of the captured step, and this cannot be compared",
-        "torch.as_tensor(x)",
-    ),
-    (
         weakref.ref,
         "it refers to tensors, which would be constants of the captured step",
         _ALONE,
@@ -192,6 +188,34 @@ def _matters(x: Any) -> bool:
 def _refused(x: Any, why: str, fix: str) -> CaptureError:
     return CaptureError(
         f"the batch holds a {_type_name(x)}, which the step cannot take", why=why, fix=fix
+    )
+
+
+def read_refused(
+    function: Callable[..., Any],
+    num_args: int,
+    batch: Batch,
+    read: UnreadValue,
+    leaf: Any,
+    error: BaseException,
+) -> CaptureError:
+    """The error for a step that reads a value which cannot be compared, in place of the `leaf` of its batch;
+    `error` is that of the read."""
+    name = next(
+        argument_name(function, num_args, place) + path_text(path)
+        for place, argument in arguments_in(batch)
+        for path, x in by_path(argument)
+        if x is leaf
+    )
+    value = value_now(read)
+    fix = "its tensors alone, and what Python reads as numbers and strings; of a set, frozenset(x)"
+    if isinstance(value, np.ndarray):
+        fix = f"a tensor in its place, before the call: torch.as_tensor({name})"
+    return CaptureError(
+        f"the step reads {name}, a {_type_name(value)}",
+        at=quoted(line_of_read(read)) or of_error(error, "").at,
+        why=f"{_UNCOMPARED} with that of another call; one that no code reads may stay",
+        fix=fix,
     )
 
 

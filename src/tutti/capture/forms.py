@@ -122,7 +122,7 @@ def _is_in_graphs(x: Any) -> bool:
 def _made_known(x: Any) -> bool:
     """Register the type of `x` if it is an unknown container of tensors; return whether it was."""
     kind = type(x)
-    if kind in SUPPORTED_NODES or not (_is_record(x) or holds_tensors(x)):
+    if kind in SUPPORTED_NODES or is_unread(x) or not (_is_record(x) or holds_tensors(x)):
         return False
     apart, together = _ways_of(x)
     register_pytree_node(kind, apart, together)

@@ -28,7 +28,7 @@ from tutti.capture.keywords import Keywords
 from tutti.capture.python.left_values import computed_from
 from tutti.capture.python.plain_values import equal
 from tutti.capture.python.reach import OF_TRAINING, PLAIN, has_attributes, is_library, is_users
-from tutti.capture.unread import value_now
+from tutti.capture.unread import is_unread, value_now
 from tutti.errors import CaptureError
 from tutti.torch_private.pytrees import tree_leaves, tree_map_only
 from tutti.user_lines import quoted, user_line
@@ -146,7 +146,7 @@ def _is_trained(x: Any) -> bool:
 
 def kinds_in(batch: Sequence[Any]) -> list[type]:
     """The classes of the containers in a batch, without those of Python and PyTorch; in order."""
-    every = (x for _, argument in arguments_in(batch) for _, x in _by_path(argument))
+    every = (x for _, argument in arguments_in(batch) for _, x in by_path(argument))
     found = dict.fromkeys(type(x) for x in every if is_container(x))
     return [kind for kind in found if is_users(kind.__module__)]
 
@@ -160,7 +160,7 @@ def has_state(x: Any, path: Path) -> bool:
 def holds_written(x: Any, written: Tensor) -> bool:
     """Whether an argument holds a tensor, which the step writes in place, as state: in an object that has no
     items, or as a number among plain values."""
-    path = next((path for path, y in _by_path(x) if y is written), ())
+    path = next((path for path, y in by_path(x) if y is written), ())
     if any(_is_stateful(one, library=True) for one in _on(x, path)):
         return True
     return bool(path) and all(y.dim() == 0 for y in tree_leaves(x) if isinstance(y, Tensor))
@@ -202,7 +202,7 @@ class Containers:
 
     def __init__(self, batch: Sequence[Any]) -> None:
         self._given = [
-            (place, x, dict(_by_path(x)))
+            (place, x, dict(by_path(x)))
             for place, x in arguments_in(batch)
             if not isinstance(x, (Tensor, Handed, *PLAIN))
         ]
@@ -228,7 +228,7 @@ class Containers:
         """
         plain, found = set(self._other_objects), Changes()
         for place, x, before in self._given:
-            now = dict(_by_path(x))
+            now = dict(by_path(x))
             if any(isinstance(y, Tensor) for y in before.values()):
                 found.add(place, before, now)
                 lost = [now[path] for at, path in found.lost if at == place and path in before]
@@ -302,7 +302,7 @@ class Changes:
                 continue
             in_list = isinstance(parent, list | deque)
             is_own = _is_kept(path, before, now) and not isinstance(parent, tuple)
-            if isinstance(value, PLAIN) and is_own:
+            if (isinstance(value, PLAIN) or is_unread(value)) and is_own:
                 self.written.append((place, path, value))
             elif (path not in before and in_list) or (path in before and _is_other(old, value)):
                 self.lost.append((place, path))
@@ -350,7 +350,7 @@ def _put(x: Any, path: Path, value: Any) -> None:
         held[key] = value
 
 
-def _by_path(x: Any, path: Path = (), outer: tuple[int, ...] = ()) -> Iterator[tuple[Path, Any]]:
+def by_path(x: Any, path: Path = (), outer: tuple[int, ...] = ()) -> Iterator[tuple[Path, Any]]:
     """A container and all that is in it, each with its path; `outer` are the ids of the containers around it,
     to which its parts may refer."""
     if not is_container(x):
@@ -358,7 +358,20 @@ def _by_path(x: Any, path: Path = (), outer: tuple[int, ...] = ()) -> Iterator[t
     elif id(x) not in outer:
         yield path, x
         for key, inner in entries_of(x):
-            yield from _by_path(inner, (*path, key), (*outer, id(x)))
+            yield from by_path(inner, (*path, key), (*outer, id(x)))
+
+
+def path_text(path: Path) -> str:
+    """As Python writes it behind the name of the argument: `["idx"]`, `.indices`."""
+    parts = (
+        f".{key.name}"
+        if isinstance(key, Attribute)
+        else f'["{key}"]'
+        if isinstance(key, str)
+        else f"[{key!r}]"
+        for key in path
+    )
+    return "".join(parts)
 
 
 def _is_same(a: Any, b: Any) -> bool:

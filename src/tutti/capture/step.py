@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import tutti.capture.python.outside_kept  # noqa: F401  # which registers itself for trial steps
-from tutti.capture.batch import taken
+from tutti.capture.batch import read_refused, taken
 from tutti.capture.captured import Captured
 from tutti.capture.forms import flattened
 from tutti.capture.handed import (
@@ -48,7 +48,7 @@ from tutti.capture.state.rebound import refuse_read
 from tutti.capture.state.tensor_attributes import refuse_in_batch, refuse_kinds
 from tutti.capture.substitutes.sparse import dense, refuse_sparse_constants
 from tutti.capture.unexpected import named, refuse_untraced
-from tutti.capture.unread import LeafRead
+from tutti.capture.unread import LeafRead, read_in, with_stand_ins
 from tutti.errors import CaptureError
 from tutti.graph.ops.late_errors import make_late
 from tutti.torch_private.tracing import without_code
@@ -86,7 +86,8 @@ def capture(
     findings = Findings() if findings is None else findings
     make_slots(optimizer)
     batch = dense(taken(batch))
-    leaves, spec = flattened(batch)
+    given_leaves, spec = flattened(batch)
+    leaves = with_stand_ins(given_leaves)
 
     findings.kinds |= dict.fromkeys(kinds_in(batch))
     given = train_step, model, called_optimizers(optimizer), findings, arguments_of(batch)
@@ -115,9 +116,14 @@ def capture(
         hooks = HooksBefore(model)
         try:
             lifted, traced = _traced(prepared, findings, hooks)
-        except BaseException:
+        except BaseException as error:
             hooks.put_back()
-            raise
+            read = read_in(leaves, error)
+            if read is None:
+                raise
+            num_args = 1 if optimizer is None else 2
+            value = leaves[read], given_leaves[read]
+            raise read_refused(train_step, num_args, batch, *value, error) from None
         refuse_sparse_constants(traced)
         functional = functional_graph(traced, lifted.inputs, lifted.mode)
     refuse_untraced(functional)

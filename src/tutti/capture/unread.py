@@ -4,6 +4,11 @@
 
 A plain value is a constant of a trace. One that differs between calls is an `UnreadValue` in the next trace,
 which ends at the first read of it (`LeafRead`). A trace without a read is valid for every value.
+
+    step({"x": x, "idx": np.arange(8)})
+
+An object without a hash cannot be compared with that of another call. It is an `UnreadValue` in every trace, and
+a step that reads it is refused.
 """
 
 from __future__ import annotations
@@ -11,6 +16,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from typing import Any
+
+from torch import Tensor
+
+from tutti.user_lines import user_line
 
 
 class LeafRead(BaseException):
@@ -31,7 +40,7 @@ class UnreadValue:
     For `isinstance` and `hasattr` it is like the value; any other use raises `LeafRead`.
     """
 
-    __slots__ = ("_at", "_before", "_now", "_was_read")
+    __slots__ = ("_at", "_before", "_line", "_now", "_was_read")
     _kind: type
 
     def __getattribute__(self, name: str) -> Any:
@@ -50,6 +59,7 @@ class UnreadValue:
 
 def _noted(x: UnreadValue) -> LeafRead:
     _set(x, "_was_read", True)
+    _set(x, "_line", user_line())
     return LeafRead(_get(x, "_at"))
 
 
@@ -78,9 +88,54 @@ def _class_of(kind: type) -> type[UnreadValue]:
 def unread(at: int, before: Any, now: Any) -> UnreadValue:
     """The leaf at position `at` of a batch, with the values of an earlier call and of the current one."""
     made = object.__new__(_class_of(type(before)))
-    for name, value in (("_at", at), ("_before", before), ("_now", now), ("_was_read", False)):
+    slots = {"_at": at, "_before": before, "_now": now, "_was_read": False, "_line": ""}
+    for name, value in slots.items():
         _set(made, name, value)
     return made
+
+
+def is_incomparable(x: Any) -> bool:
+    """Whether a leaf is an object without a hash, such as an array of NumPy; not of an `UnreadValue`."""
+    if type(x) in _COMPARED or isinstance(x, Tensor) or is_unread(x):
+        return False
+    try:
+        hash(x)
+    except TypeError:
+        return True
+    return False
+
+
+_COMPARED = frozenset({Tensor, int, float, str, bool, type(None)})
+
+
+def with_stand_ins(leaves: list[Any]) -> list[Any]:
+    """The leaves of a batch, with an `UnreadValue` in place of those that cannot be compared."""
+    return [unread(k, x, x) if is_incomparable(x) else x for k, x in enumerate(leaves)]
+
+
+def stands_for_incomparable(x: Any) -> bool:
+    """Whether a leaf is an `UnreadValue` in place of one that cannot be compared."""
+    return is_unread(x) and is_incomparable(_get(x, "_before"))
+
+
+def read_in(leaves: Sequence[Any], error: BaseException) -> int | None:
+    """The position of a leaf that cannot be compared, if its read has ended a trace; its next trace begins
+    without a read.
+
+    A function of C that asks for the type of its argument raises an error of its own.
+    """
+    at = {k: x for k, x in enumerate(leaves) if stands_for_incomparable(x)}
+    for x in at.values():
+        _set(x, "_was_read", False)
+    if isinstance(error, LeafRead):
+        return error.at if error.at in at else None
+    text = str(error)
+    return next((k for k, x in at.items() if type(x).__name__ in text), None)
+
+
+def line_of_read(x: UnreadValue) -> str:
+    """The user's line that has read it."""
+    return _get(x, "_line")
 
 
 def is_unread(x: Any) -> bool:
@@ -104,7 +159,10 @@ def value_now(x: Any) -> Any:
 
 
 def value_before(x: Any) -> Any:
-    """The value of an `UnreadValue` at an earlier call; other values as they are."""
+    """The value of an `UnreadValue` at an earlier call, or what stands for it in a comparison; other values
+    as they are."""
+    if stands_for_incomparable(x):
+        return UnreadValue, _get(x, "_at")
     return _get(x, "_before") if is_unread(x) else x
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tutti.calls.accelerate_schedulers import refuse_schedulers_of_processes
-from tutti.calls.changing_leaves import ChangingLeaves, Trial, are_replaced
+from tutti.calls.changing_leaves import ChangingLeaves, Trial, are_replaced, are_tried
 from tutti.calls.guards import MOST_WAYS, no_way
 from tutti.calls.numbers import Numbers
 from tutti.calls.signature import Signatures
@@ -148,6 +148,7 @@ class Programs:
         `assumed` are the tensor values that the step has read in a run with other branches. With `tries`, a
         program that reads more of them may be it: that of a loop with more turns.
         """
+        leaves = self._changing.with_stand_ins(leaves, form)
         given = self._changing.replaced(leaves, form)
         found, signature = self._known(given, form, assumed, tries)
         if found is not None:
@@ -167,7 +168,7 @@ class Programs:
         except (ArgumentsAhead, SlotsAhead):
             raise
         except (Exception, LeafRead) as error:
-            if not are_replaced(given):
+            if not are_tried(given):
                 raise
             failed = error
         found, _ = self._known(leaves, form, assumed, tries)

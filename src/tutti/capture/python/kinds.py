@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.capture.python.user_globals import in_place_of
+from tutti.capture.unread import is_unread, unread_kind
 from tutti.torch_private.fake_tensors import FakeTensor
 
 
@@ -25,9 +26,12 @@ class _OfKinds(type):
         return issubclass(kind, type)
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
-        """As `type(...)`; of a fake or a symbol the type of the value that it stands for."""
+        """As `type(...)`; of a fake, a symbol or an unread value the type of the value that it
+        stands for."""
         if len(args) == 1 and type(args[0]) is FakeTensor:
             return nn.Parameter if isinstance(args[0], nn.Parameter) else Tensor
+        if len(args) == 1 and is_unread(args[0]):
+            return unread_kind(args[0])
         kind = type(*args, **options)
         kind = _PLAIN.get(kind, kind)
         return _Type if kind is type else kind  # `type(x) is type`
