@@ -57,6 +57,12 @@ def rolling(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Ten
     return update(model, optimizer, cross_entropy(model(x.roll(-first, 1)), y))
 
 
+def queueing(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    start = int((y == 0).sum() * 0)  # slice here
+    x[:, start : start + 2] = 1.0
+    return update(model, optimizer, cross_entropy(model(x), y))
+
+
 def converting(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     scale = int(x.abs().max())  # int here
     return update(model, optimizer, cross_entropy(model(x / scale), y))
@@ -106,6 +112,10 @@ WAYS_OUT: dict[str, tuple[Step, str, str, str]] = {
     "shift": (
         *(rolling, "a position or a bound for aten.roll.default of a tensor's value"),
         *("# shift here", "torch.gather"),
+    ),
+    "slice": (
+        *(queueing, "a position or a bound for aten.slice.Tensor of a tensor's value"),
+        *("# slice here", "x[:, at] in place of x[:, p : p + count]"),
     ),
     "int": (converting, "makes a plain number", "# int here", "x.long().item()"),
     "nonzero": (selecting, "nonzero", "# nonzero here", "torch.where"),

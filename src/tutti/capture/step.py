@@ -122,8 +122,8 @@ def capture(
             if read is None:
                 raise
             num_args = 1 if optimizer is None else 2
-            value = leaves[read], given_leaves[read]
-            raise read_refused(train_step, num_args, batch, *value, error) from None
+            value = leaves[read], given_leaves[read], error
+            raise read_refused(train_step, num_args, tuple(batch), *value) from None
         refuse_sparse_constants(traced)
         functional = functional_graph(traced, lifted.inputs, lifted.mode)
     refuse_untraced(functional)

@@ -7,8 +7,8 @@ which ends at the first read of it (`LeafRead`). A trace without a read is valid
 
     step({"x": x, "idx": np.arange(8)})
 
-An object without a hash cannot be compared with that of another call. It is an `UnreadValue` in every trace, and
-a step that reads it is refused.
+An object without a hash cannot be compared with that of another call. It is an `UnreadValue` in every trace,
+and a step that reads it is refused.
 """
 
 from __future__ import annotations

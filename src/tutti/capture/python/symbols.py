@@ -25,6 +25,8 @@ from tutti.torch_private.op_tables import OpOverload, schema_of
 from tutti.torch_private.symbolic import expression_of, function_of_symbol
 from tutti.user_lines import quoted
 
+aten = torch.ops.aten
+
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _log2, _sqrt = function_of_symbol("log2"), function_of_symbol("sqrt")
 _FLOATS = ("sqrt", "cos", "sin", "tan", "cosh", "sinh", "tanh", "acos", "asin", "atan", "log2")
@@ -201,8 +203,25 @@ def size_refused(user: fx.Node) -> CaptureError:
         f"the step makes a position or a bound for {user.target} of a tensor's value",
         at=at,
         why="the op takes a plain number there, and the step is captured before it has values",
-        fix="an op that takes it as a tensor, as torch.gather does; or give the number to the step",
+        fix=_AS_INDEX if user.target in _SLICES else _AS_TENSOR,
     )
+
+
+_SLICES = frozenset(
+    {
+        aten.slice.Tensor,
+        aten.slice_scatter.default,
+        aten.select.int,
+        aten.select_scatter.default,
+        aten.narrow.default,
+    }
+)
+_AS_INDEX = (
+    "positions as a tensor, with the tensor of the value: at = (pointer + torch.arange(count)) % size, then "
+    "x[:, at] in place of x[:, p : p + count], read or written; or a Python number that the step keeps in "
+    "place of the tensor, with a program for each of its values"
+)
+_AS_TENSOR = "an op that takes it as a tensor, as torch.gather does; or give the number to the step"
 
 
 def _reads_of(user: fx.Node) -> Iterator[fx.Node]:
