@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import sys
 import threading
 import time
@@ -10,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import pytest
@@ -257,9 +259,95 @@ def raw_bytes(history: list[Any], loss: Tensor) -> None:
 )
 def test_a_list_with_other_uses_is_refused(change: Any) -> None:
     history, step = stepped(change)
-    with pytest.raises(CaptureError, match=r"len\(history\)|history\[0\]"):
+    with pytest.raises(CaptureError, match=r"len\(history\)|history\[0\]") as caught:
         step(torch.randn(8, 4))
+    if change is not stacked:  # a function of C reads the items of the list
+        assert "test_appended_lists.py" in caught.value.at and "history" in caught.value.at
     assert history == [] and type(history) is list
+
+
+class Replay:
+    """Of images, as in CycleGAN: a list whose items the step reads and replaces at random."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.kept = size, list[Tensor]()
+        self.random = random.Random(0)
+
+    def push_and_pop(self, images: Tensor) -> Tensor:
+        found = []
+        for image in images.unbind():
+            if len(self.kept) < self.size:
+                self.kept.append(image)
+                found.append(image)
+            elif self.random.random() > 0.5:
+                k = self.random.randrange(self.size)
+                found.append(self.kept[k].clone())
+                self.kept[k] = image
+            else:
+                found.append(image)
+        return torch.stack(found)
+
+
+class Gan:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.maker, self.critic = nn.Linear(4, 4).double(), nn.Linear(4, 1).double()
+        self.made = torch.optim.SGD(self.maker.parameters(), 0.1)
+        self.judged = torch.optim.SGD(self.critic.parameters(), 0.1)
+        self.replay = Replay(12)
+
+    def make(self, models: Any, optimizer: Any, z: Tensor) -> tuple[Tensor, Tensor]:
+        images = models["maker"](z)
+        loss = F.softplus(-models["critic"](images)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach(), images.detach()
+
+    def judge(self, critic: Any, optimizer: Any, images: Tensor, x: Tensor) -> Tensor:
+        loss = F.softplus(-critic(x)).mean() + F.softplus(critic(images)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def both(self, models: Any, optimizers: Any, z: Tensor, x: Tensor) -> Tensor:
+        _, images = self.make(models, optimizers[0], z)
+        return self.judge(models["critic"], optimizers[1], self.replay.push_and_pop(images), x)
+
+
+def test_a_buffer_that_the_step_reads_is_refused_with_its_line() -> None:
+    gan = Gan()
+    models = {"maker": gan.maker, "critic": gan.critic}
+    step = tutti.distribute(gan.both, models, [gan.made, gan.judged], "")
+    x = torch.randn(8, 4, dtype=torch.float64)
+    with pytest.raises(CaptureError, match=r"len\(.*replay\.kept\)") as caught:
+        step(x, x)
+    assert "if len(self.kept) < self.size" in caught.value.at
+    assert "a second step" in caught.value.fix
+
+
+def in_two_steps(layout: str | None) -> list[Tensor]:
+    """As the refusal advises: the buffer changes between two steps."""
+    gan = Gan()
+    models = {"maker": gan.maker, "critic": gan.critic}
+    make: Any = partial(gan.make, models, gan.made)
+    judge: Any = partial(gan.judge, gan.critic, gan.judged)
+    if layout is not None:
+        make = tutti.distribute(gan.make, models, gan.made, layout)
+        judge = tutti.distribute(gan.judge, gan.critic, gan.judged, layout)
+    made, found = torch.Generator().manual_seed(0), []
+    for _ in range(4):
+        z, x = torch.randn(2, 8, 4, generator=made, dtype=torch.float64)
+        loss, images = make(z)
+        found += [loss, judge(gan.replay.push_and_pop(images), x)]
+    return found
+
+
+@pytest.mark.parametrize("layout", ["data=2", "data=2 zero=3"])
+def test_a_buffer_between_two_steps(ranks: Ranks, layout: str) -> None:
+    for found in ranks.run(in_two_steps, layout, n=2):
+        torch.testing.assert_close(found, in_two_steps(None), rtol=0, atol=1e-12)
 
 
 def test_a_deque_of_a_refused_step_stays_as_it_was() -> None:

@@ -21,7 +21,6 @@ from tutti.capture.one_process import communicating_ops, one_process
 from tutti.capture.precision import computing
 from tutti.capture.python.begun_trace import BegunTrace, say_lost
 from tutti.capture.python.constant_selections import SELECTIONS
-from tutti.capture.python.contents import refused_change
 from tutti.capture.python.conversions import conversions_read
 from tutti.capture.python.drawn_numbers import Drawn, Draws
 from tutti.capture.python.effects import Effect
@@ -221,7 +220,7 @@ class LiftedStep:
                 raise lost[0].refused()
             for name, *_ in later.resized:
                 self.python.findings.append_to(name)
-            refuse_lost(lost, first, later)
+            refuse_lost(lost, first, later, self.python.findings.used)
             for one in self.lost:
                 if one.is_function or not self.python.holds_value_of_module(one.entry):
                     say_lost(one)
@@ -250,7 +249,7 @@ class LiftedStep:
         again = {name for name, *_ in (self if later is None else later).rewritten}
         for one in self.rewritten:
             if one[0] in again:
-                raise refused_change(*one)
+                raise self.python.findings.refused_length(*one)
 
     def _unread(self, traced: fx.GraphModule) -> set[int]:
         """The ids of effects with a condition on which neither this call nor the next one depends."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tutti.capture.python.held_values import ITEM, Table, named
+from tutti.user_lines import program_line
 
 
 class TraceAgain(Exception):  # no error: a trace has learned something about the step
@@ -22,7 +23,13 @@ class Appended:
     """Notes what a step appends to a list or a deque, and whether the step does anything else with it."""
 
     added: list[Any]
-    has_other_uses = False
+    last_append = ""  # the user's line
+    other_use: str | None = None  # the user's line of the first one
+
+    def note_use(self) -> None:
+        """Note that the step does something else with it."""
+        if self.other_use is None:
+            self.other_use = program_line()
 
     def append(self, value: Any, /) -> None:
         """Append and note."""
@@ -31,6 +38,7 @@ class Appended:
     def extend(self, values: Iterable[Any], /) -> None:
         """Extend and note."""
         values = list(values)
+        self.last_append = program_line()
         self.added += values
         super().extend(values)  # type: ignore[misc]
 
@@ -41,7 +49,7 @@ class Appended:
     def __getitem__(self, at: Any, /) -> Any:
         """An item; one that this call has appended, counted from the end, may be read."""
         if not (isinstance(at, int) and -len(self.added) <= at < 0):
-            self.has_other_uses = True
+            self.note_use()
         return super().__getitem__(at)  # type: ignore[misc]
 
 
@@ -60,7 +68,7 @@ def _noted(kind: type, name: str) -> Callable[..., Any]:
     former = getattr(kind, name)
 
     def method(self: Appended, *args: Any, **named: Any) -> Any:
-        self.has_other_uses = True
+        self.note_use()
         return former(self, *args, **named)
 
     return method
@@ -83,7 +91,7 @@ def _appended(held: Any) -> Any:
     """A list or a deque of the same items, which notes its uses."""
     options = {"maxlen": held.maxlen} if isinstance(held, deque) else {}
     made = _KINDS[type(held)](held, **options)
-    made.added, made.has_other_uses = [], False
+    made.added, made.other_use = [], None
     return made
 
 

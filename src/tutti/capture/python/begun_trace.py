@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from tutti.capture.python.appended import Appended, is_longer
-from tutti.capture.python.contents import contents, refused_change
+from tutti.capture.python.contents import contents
 from tutti.capture.python.effects import Effect
 from tutti.capture.python.findings import Number
 from tutti.capture.python.held_values import (
@@ -141,7 +141,7 @@ class BegunTrace:
         """All items of a list that has grown or shrunk; raises `CaptureError` if one is no plain value."""
         items = [*plain_sequence(table.find())]
         if not all(_can_be_kept(x) and not isinstance(x, (Tensor, *SYMBOLS)) for x in items):
-            raise refused_change(*resized)
+            raise self.state.findings.refused_length(*resized)
         return self.state.left(items)
 
     def _of_order(self, table: Table, before: Mapping[Any, Any]) -> Effect | None:
@@ -164,8 +164,8 @@ class BegunTrace:
         """The effect of what the step appends to a list."""
         findings, added = self.state.findings, appended.added
         leaves, fixed, spec = _flattened(added)
-        if appended.has_other_uses or not all(map(_can_be_kept, leaves)):
-            findings.use(table.prefix)
+        if appended.other_use is not None or not all(map(_can_be_kept, leaves)):
+            findings.use(table.prefix, appended.other_use or appended.last_append)
         if not added:
             return None
         at = len(plain_sequence(table.find()))
@@ -203,7 +203,8 @@ class BegunTrace:
         leaves = tree_flatten(value)[0]
         for table, appended in self._appended:
             if any(x is appended for x in leaves):
-                self.state.findings.use(table.prefix)
+                line = appended.other_use or appended.last_append
+                self.state.findings.use(table.prefix, line)
         known = all(map(_can_be_kept, leaves))
         if not known or (old is MISSING and is_list(entry.table)):
             if varies(value, old) or not any(True for _ in tensors_in(value)):

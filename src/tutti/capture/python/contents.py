@@ -10,6 +10,7 @@ from typing import Any
 
 from tutti.capture.python.held_values import Table, named
 from tutti.errors import CaptureError
+from tutti.user_lines import quoted
 
 _SMALL = (
     1 << 16
@@ -79,15 +80,18 @@ def _copied(value: Any) -> Any:
     return copy.copy(value) if getattr(value, "nbytes", 0) <= _COPIED else None
 
 
-def refused_change(name: str, *lengths: int) -> CaptureError:
-    """The error for a step that changes a list, a set or an array; `lengths` are those before and after."""
+def refused_change(name: str, *lengths: int, at: str = "") -> CaptureError:
+    """The error for a step that changes a list, a set or an array; `lengths` are those before and after, and
+    `at` is the line of a use."""
     if lengths:
         before, after = lengths
         return CaptureError(
             f"the step changes len({name}) in Python ({before}, then {after})",
+            at=quoted(at),
             why="the step is captured once: what it appends would be that of this call for ever",
-            fix="a step may append to a list, but use it in no other way; or return the value, and append it "
-            "outside",
+            fix="a step may append to a list, but use it in no other way. To read it, too: return the value, "
+            f"change {name} between calls, and give what to read from it to the next call, or to a "
+            "second step",
         )
     return CaptureError(
         f"the step changes what is in {name} in Python",

@@ -10,11 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from tutti.capture.python.appended import TraceAgain
+from tutti.capture.python.contents import refused_change
 from tutti.capture.python.drawn_numbers import Draw, DrawnNumber
 from tutti.capture.python.held_values import (
     TableEntry,
 )
 from tutti.capture.python.read_places import Site
+from tutti.errors import CaptureError
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Findings:
         fixed: numbers that must be constants, since a trace reads their values.
         unread: values that the step leaves in modules, and no call reads: no trace depends on them.
         appended: lists to which the step appends, and which it does not read: no trace depends on them.
-        used: longer lists that the step reads, too.
+        used: other lists that the step makes longer or shorter, each with the line of a use but an append.
         held: by id, tensors whose ids the step's Python has: no other object may get these ids.
         ids: of the model's tensors, each with the tensor's number.
         loops: the lines of reads in loops.
@@ -66,7 +68,7 @@ class Findings:
     fixed: set[str] = field(default_factory=set)
     unread: set[str] = field(default_factory=set)
     appended: set[str] = field(default_factory=set)
-    used: set[str] = field(default_factory=set)
+    used: dict[str, str] = field(default_factory=dict)
     held: dict[int, Tensor] = field(default_factory=dict)
     ids: dict[int, int] = field(default_factory=dict)
     loops: set[Site] = field(default_factory=set)
@@ -90,11 +92,19 @@ class Findings:
             self.appended.add(name)
             raise TraceAgain
 
-    def use(self, name: str) -> None:
-        """Trace again without such a list: the step reads it, too."""
-        self.used.add(name)
+    def use(self, name: str, line: str) -> None:
+        """Trace again without such a list: the step reads it, too, at this line."""
+        self.used[name] = line
         self.appended.discard(name)
         raise TraceAgain
+
+    def refused_length(self, name: str, before: int, after: int) -> CaptureError:
+        """The error for a list that the step makes longer or shorter, with the line of a use.
+
+        Raises `TraceAgain` if no trace has noted its uses.
+        """
+        self.append_to(name)
+        return refused_change(name, before, after, at=self.used.get(name, ""))
 
     def expect_draws(self, found: Sequence[DrawnNumber]) -> bool:
         """Expect these draws in the next trace; whether they differ from those expected before."""

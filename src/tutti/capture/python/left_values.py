@@ -226,14 +226,17 @@ def refuse_kept(left: Sequence[LeftValue], later: LeftTrace) -> None:
             raise one.refused()
 
 
-def refuse_lost(left: Sequence[LeftValue], first: LeftTrace, later: LeftTrace) -> None:
+def refuse_lost(
+    left: Sequence[LeftValue], first: LeftTrace, later: LeftTrace, lines: Mapping[str, str]
+) -> None:
     """Raise `CaptureError` if a trace that starts with the values `left` computes other results.
 
-    Also for a list that grows at each call: a list that each call fills anew has one length.
+    Also for a list that grows at each call: a list that each call fills anew has one length. `lines` has the
+    lines of uses of such lists.
     """
     refuse_kept(left, later)
     for one in later.resized:
-        raise refused_change(*one)
+        raise refused_change(*one, at=lines.get(one[0], ""))
     if not are_alike(first, later):
         raise left[0].refused_item() if left[0].is_item else left[0].refused()
 
