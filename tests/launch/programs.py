@@ -1,6 +1,6 @@
 """A script for the launcher's tests: steps of one all-reduce, with one thing that goes wrong.
 
-programs.py [nothing | kill | raise | exit | stuck | sleep | fork | save | library]
+programs.py [nothing | kill | raise | exit | stuck | sleep | fork | save | library | never | nobody]
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ def start() -> ProcessGroups:
     if wrong == "fork" and os.fork() == 0:
         note_pid(os.getpid(), f"child{rank}")
         time.sleep(1000)
+    if wrong == "nobody" or (wrong == "never" and rank == 1):
+        sys.exit(0)
     if wrong == "save":
         signal.signal(signal.SIGINT, lambda *_: stop.append(1))
     ensure_process_group()

@@ -116,6 +116,19 @@ def test_a_rank_that_leaves_early_is_named(tmp_path: Path) -> None:
     assert "CommError: rank 1 left early (exit code 0); rank 0 waited in all_reduce" in err
 
 
+def test_a_rank_that_leaves_before_the_ranks_meet_ends_the_run(tmp_path: Path) -> None:
+    process = start("never", tmp_path, num_ranks=2)
+    _, err = finish(process)
+    assert process.returncode == 1
+    waited = "rank 0 waited in init_process_group at tests/launch/programs.py:"
+    assert err.startswith(f"CommError: rank 1 left early (exit code 0); {waited}"), err
+
+
+def test_ranks_that_never_meet_end_well(tmp_path: Path) -> None:
+    process = start("nobody", tmp_path, num_ranks=2)
+    assert (finish(process), process.returncode) == (("", ""), 0)
+
+
 def test_a_rank_that_does_not_come_is_shown_where_it_is(tmp_path: Path) -> None:
     process = start("stuck", tmp_path, num_ranks=2, TIMEOUT_ONCE_STARTED="3")
     _, err = finish(process)

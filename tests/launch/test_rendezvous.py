@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,19 @@ def test_a_rank_that_does_not_come_is_named(
     with pytest.raises(CommError, match=r"^ranks 0, 2 did not come to rank 1 at the start .* 1 s"):
         _meet(0, 1, 3)
     assert not dist.is_initialized()
+
+
+def test_a_rank_that_has_ended_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUN_DIR.name, str(tmp_path))
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    (tmp_path / "rank3.script").write_text(str(gone.pid))
+    (tmp_path / "rank5.script").write_text(str(os.getpid()))
+    expected = "^rank 0 is gone; it left rank 1 in init_process_group\n  why  remote process exited"
+    with pytest.raises(CommError, match=expected):
+        _meet(1, 1, 3)
 
 
 def test_under_tutti_run_it_is_in_the_directory_of_the_run(

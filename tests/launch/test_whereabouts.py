@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -15,8 +16,9 @@ from tutti.comm.collectives.failure import Wait
 from tutti.comm.collectives.process_groups import ProcessGroups
 from tutti.comm.host.signals import LINE, PeerLate, Signals
 from tutti.launch import whereabouts
+from tutti.launch.gathering import Gathering
 from tutti.launch.thread_stacks import Place, Stack, frames_of, stack_of, traceback_stack
-from tutti.launch.whereabouts import collective, lines, user_line, wait
+from tutti.launch.whereabouts import Waiting, collective, lines, user_line, wait
 from tutti.user_lines import LineTable
 
 
@@ -106,6 +108,24 @@ def test_a_plain_collective_is_a_wait_while_nothing_is_computed() -> None:
     assert first is not None and same is not None and later is not None
     assert first.what == collective(stack) == "barrier"
     assert first.same(same) and not first.same(later)
+
+
+def test_a_rank_that_waits_for_others_at_the_start_tells_which(tmp_path: Path) -> None:
+    store = torch.distributed.HashStore()
+    store.set("here/1", "")
+    found: list[Waiting | None] = []
+
+    class Watched(Gathering):
+        def _has_ended(self, rank: int) -> bool:
+            found.append(wait(inside(sys._getframe())))
+            for late in (0, 2):
+                store.set(f"here/{late}", "")
+            return False
+
+    Watched(store, tmp_path, 1, first=0, size=3).wait()
+    waiting = found[0]
+    assert waiting is not None
+    assert (waiting.what, waiting.ranks) == ("init_process_group", (0, 2))
 
 
 @pytest.mark.parametrize("name", ["get_rank", "get_world_size", "is_initialized", "WORLD"])

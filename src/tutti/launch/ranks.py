@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from tutti.comm.collectives.failure import named_ranks, reason_of
 from tutti.comm.collectives.group import collective_timeout
 from tutti.environment import RUN_DIR, check_seconds
 from tutti.errors import CommError, TuttiError
+from tutti.launch.gathering import Gathering, here
 from tutti.launch.waits import watch_waits
 
 LEAVE_SECONDS = 0.1
@@ -46,7 +48,12 @@ def _meet(group: int, rank: int, world_size: int) -> None:
     store = None
     try:
         store = _rendezvous(group, rank, world_size)
-        store.set(_here(rank), "")
+        store.set(here(rank), "")
+        if run_dir := RUN_DIR.read():
+            gathering = Gathering(
+                store, Path(run_dir), rank, first=group * world_size, size=world_size
+            )
+            gathering.wait()
         words = {"store": store, "rank": rank, "world_size": world_size}
         dist.init_process_group(_backend(), timeout=collective_timeout(), **words)
     except RuntimeError as error:
@@ -54,14 +61,10 @@ def _meet(group: int, rank: int, world_size: int) -> None:
         raise _not_met(error, rank, missing) from error
 
 
-def _here(rank: int) -> str:
-    return f"here/{rank}"
-
-
 def _missing(store: Any, world_size: int) -> list[int]:
     """The ranks that have not come to the store; none if it no longer answers."""
     try:
-        return [rank for rank in range(world_size) if not store.check([_here(rank)])]
+        return [rank for rank in range(world_size) if not store.check([here(rank)])]
     except RuntimeError:
         return []
 

@@ -21,6 +21,7 @@ _WAITING = tuple(
         "data/shared_reads.py",
         "execution/loops.py",
         "execution/edge_channels.py",
+        "launch/gathering.py",
     )
 )
 _C10D = "distributed_c10d.py"
@@ -92,7 +93,11 @@ def _plain_calls(stack: Stack) -> Stack:
 
 
 def _members(owner: Any, current: Any) -> tuple[int, ...]:
-    """The other ranks in a collective's group; `owner` is a `comm.collectives.in_collective.InCollective`."""
+    """The ranks that a `Gathering` waits for, or the other ranks in a collective's group; of that, `owner` is a
+    `comm.collectives.in_collective.InCollective`."""
+    missing = getattr(owner, "missing", None)
+    if isinstance(missing, tuple):
+        return missing
     groups = getattr(owner, "groups", ())
     return _others(groups[current.axes]) if current.axes in groups else ()
 
