@@ -7,6 +7,7 @@ sees the same environment as under `python script.py args...`, or `python -m mod
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import os
 import signal
@@ -16,7 +17,6 @@ import time
 import traceback
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from tutti.environment import RUN_DIR
 from tutti.errors import CommError, TuttiError
@@ -39,6 +39,8 @@ from tutti.launch.whereabouts import collective, may_wait, user_line
 
 STOPPED = 128 + signal.SIGTERM
 INTERRUPTED = 128 + signal.SIGINT
+# Python's own exit code where the last output cannot be written.
+UNWRITTEN = 120
 # A failed rank's interpreter gets this long to shut down: it may wait for peers that are gone.
 EXIT_SECONDS = 5.0
 RECORD_SECONDS, POLL_SECONDS = 1.0, 0.01
@@ -60,7 +62,11 @@ def main() -> None:
     _choose_gpu()
     code = _run(script, arguments, rank, run_dir)
     _note(run_dir, Exit(rank, code, time.monotonic()))
-    _leave(code)
+    _finish(code)
+    if not _flush() and not code:
+        code = UNWRITTEN
+        _note(run_dir, Exit(rank, code, time.monotonic()))
+    os._exit(code)
 
 
 def _choose_gpu() -> None:
@@ -103,8 +109,8 @@ def _note(run_dir: Path, record: Record) -> bool:
     return True
 
 
-def _leave(code: int) -> NoReturn:
-    """Exit as Python does, but without its last phase, in which Gloo's threads may abort.
+def _finish(code: int) -> None:
+    """Do what Python does at its exit, but for its last phase, in which Gloo's threads may abort.
 
     A failed rank does not destroy process groups either: it would wait for peers that may be gone. Servers
     do not learn that it has left: workers in steps together would go on without it.
@@ -117,9 +123,22 @@ def _leave(code: int) -> NoReturn:
             atexit.unregister(ranks.leave)
     getattr(threading, "_shutdown", lambda: None)()  # waits for threads, as multiprocessing does
     atexit._run_exitfuncs()
+
+
+def _flush() -> bool:
+    """Write what the script has printed and is not written; whether that succeeded, or the output is closed."""
+    written = True
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
+        if stream is None or getattr(stream, "closed", False):
+            continue
+        try:
+            stream.flush()
+        except Exception as error:
+            written, name = False, getattr(stream, "name", "the output")
+            said = f"the end of {name} is lost: {type(error).__name__}: {error}"
+            with contextlib.suppress(OSError, ValueError):
+                print(said, file=sys.stderr, flush=True)
+    return written
 
 
 def _trace_crashes(rank: int, run_dir: Path) -> None:
