@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,6 +88,29 @@ def test_a_rank_that_has_ended_is_not_waited_for(
     expected = "^rank 0 is gone; it left rank 1 in init_process_group\n  why  remote process exited"
     with pytest.raises(CommError, match=expected):
         _meet(1, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "up", "expected"),
+    [
+        ("lo", False, r": the loopback interface lo is down\n  why .*\n  fix  ip link set lo up$"),
+        ("eth9", True, r": there is no network interface eth9\n  why .*\n  fix .* with one of lo$"),
+    ],
+)
+def test_an_interface_without_an_address_is_named_at_once(
+    name: str, up: bool, expected: str, tmp_path: Path
+) -> None:
+    """In a network of its own, as a container has one."""
+    script = tmp_path / "meet.py"
+    script.write_text("from tutti.launch.ranks import _meet\n_meet(0, 0, 1)\n")
+    begin = "ip link set lo up && " if up else ""
+    words = ["unshare", "-rn", "sh", "-c", f'{begin}exec "$@"', "sh", sys.executable, str(script)]
+    if shutil.which("ip") is None or subprocess.run(["unshare", "-rn", "true"]).returncode:
+        pytest.skip("cannot make a network namespace here")
+    environment = {**os.environ, RUN_DIR.name: str(tmp_path), "GLOO_SOCKET_IFNAME": name}
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    said = ended.stderr[ended.stderr.index("CommError: rank 0 cannot meet") :].rstrip()
+    assert re.search(expected, said), said
 
 
 def test_under_tutti_run_it_is_in_the_directory_of_the_run(

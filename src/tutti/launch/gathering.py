@@ -33,7 +33,8 @@ class Gathering:
     Args:
         store: of the ranks.
         run_dir: that of `tutti run`, where each rank has noted its process.
-        rank: in the process group; `first` is the run's rank of its rank 0, and `size` the number of its ranks.
+        rank: in the process group; `first` is the run's rank of its rank 0, and `size` the number of its
+            ranks.
     """
 
     def __init__(self, store: Any, run_dir: Path, rank: int, *, first: int, size: int) -> None:

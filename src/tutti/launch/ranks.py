@@ -16,6 +16,7 @@ from tutti.comm.collectives.group import collective_timeout
 from tutti.environment import RUN_DIR, check_seconds
 from tutti.errors import CommError, TuttiError
 from tutti.launch.gathering import Gathering, here
+from tutti.launch.interface import without_address
 from tutti.launch.waits import watch_waits
 
 LEAVE_SECONDS = 0.1
@@ -70,8 +71,14 @@ def _missing(store: Any, world_size: int) -> list[int]:
 
 
 def _not_met(error: RuntimeError, rank: int, missing: list[int]) -> CommError:
-    seconds = collective_timeout().total_seconds()
+    if found := without_address(str(error)):
+        return CommError(
+            f"rank {rank} cannot meet the other ranks: {found[0]}",
+            why="ranks reach each other by the interface that GLOO_SOCKET_IFNAME names, also on one host",
+            fix=found[1],
+        )
     if missing:
+        seconds = collective_timeout().total_seconds()
         return CommError(
             f"{named_ranks(missing)} did not come to rank {rank} at the start within {seconds:g} s",
             why=reason_of(error),

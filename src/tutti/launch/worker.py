@@ -126,7 +126,7 @@ def _finish(code: int) -> None:
 
 
 def _flush() -> bool:
-    """Write what the script has printed and is not written; whether that succeeded, or the output is closed."""
+    """Write the end of what the script has printed; False if that fails. A closed stream has none."""
     written = True
     for stream in (sys.stdout, sys.stderr):
         if stream is None or getattr(stream, "closed", False):
