@@ -132,6 +132,8 @@ def test_a_sample_that_raises(workers: int) -> None:
         assert "Traceback (most recent call last)" in str(cause) and "in worker" in text
     else:
         assert isinstance(cause, OSError)
+    # an advice that has been followed is none
+    assert ("; num_workers=0 raises it in this process" in text) == bool(workers)
     assert loader.state_dict()["sample"] == 4
 
 

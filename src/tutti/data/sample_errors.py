@@ -54,7 +54,9 @@ def dataset_name(dataset: Any, number: int | None = None) -> str:
 
 def failed_read(error: Exception, sample: str, where: str) -> TuttiError:
     """The error of a sample that its dataset cannot read."""
-    fix = "repair the sample or its dataset; num_workers=0 raises it in this process"
+    fix = "repair the sample or its dataset"
+    if get_worker_info() is not None:
+        fix += "; num_workers=0 raises it in this process"
     return _failed(f"cannot read {sample}", error, f"its dataset raised this {where}", fix)
 
 

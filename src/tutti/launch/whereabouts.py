@@ -93,8 +93,8 @@ def _plain_calls(stack: Stack) -> Stack:
 
 
 def _members(owner: Any, current: Any) -> tuple[int, ...]:
-    """The ranks that a `Gathering` waits for, or the other ranks in the group of a collective, of which `owner`
-    is a `comm.collectives.in_collective.InCollective`."""
+    """The ranks that a `Gathering` waits for, or the other ranks in the group of a collective, where
+    `owner` is a `comm.collectives.in_collective.InCollective`."""
     missing = getattr(owner, "missing", None)
     if isinstance(missing, tuple):
         return missing
