@@ -9,7 +9,7 @@ import pytest
 
 from tutti.launch.failures import RankEnd, ended_by, exit_code, first_cause, report
 from tutti.launch.guard import Seen
-from tutti.launch.records import Exit, Failure, StoppedAt
+from tutti.launch.records import Exit, Failure, SavedLast, StoppedAt
 
 CLOSED = "RuntimeError: Connection closed by peer"
 
@@ -19,7 +19,9 @@ def end(rank: int, code: int | None, failure: Failure | None = None, **more: obj
     assert place is None or isinstance(place, StoppedAt)
     assert ended is None or isinstance(ended, Exit)
     assert isinstance(seen, Seen)
-    return RankEnd(rank, code, failure, place, ended, None, seen, str(more.get("crash", "")))
+    saved = more.get("saved")
+    assert saved is None or isinstance(saved, SavedLast)
+    return RankEnd(rank, code, failure, place, ended, None, seen, str(more.get("crash", "")), saved)
 
 
 def raised(rank: int, seconds: float) -> Failure:
@@ -242,4 +244,21 @@ def test_a_signal_to_the_launcher_is_told_as_that() -> None:
     assert (
         ended_by(signal.SIGTERM, ends)
         == "ended by SIGTERM, sent to the launcher; rank 0 was at a.py:1"
+    )
+
+
+def test_ranks_that_end_by_themselves_after_a_signal_have_not_waited() -> None:
+    """A rank notes its place when the signal comes; it may save and end after that."""
+    place = {"place": StoppedAt(0, "train.py:9", "all_gather", 1.0)}
+    saved = [end(r, None, **place, ended=Exit(r, 0, 2.0), saved=SavedLast(r, 4)) for r in (0, 1)]
+    ends = [
+        *saved,
+        end(2, None, **place, ended=Exit(2, 0, 2.0)),
+        end(3, None, **place, ended=Exit(3, 143, 2.0)),
+        *(end(rank, None, **place) for rank in (4, 5)),
+    ]
+    assert ended_by(signal.SIGTERM, ends) == (
+        "ended by SIGTERM, sent to the launcher; ranks 0, 1 saved step 4 and ended; "
+        "rank 2 ended (exit code 0); rank 4 waited in all_gather at train.py:9; "
+        "rank 5 waited in all_gather at train.py:9"
     )

@@ -92,6 +92,9 @@ def test_a_run_that_is_told_to_end_goes_on_as_if_it_had_not(
     assert process.returncode == code, out + err
     last = max(losses(tmp_path))
     assert last == max(losses(tmp_path, 1)) == saved(tmp_path)[-1] < STEPS
+    if number == signal.SIGTERM:
+        said = f"ended by SIGTERM, sent to the launcher; ranks 0, 1 saved step {last} and ended\n"
+        assert err == said
     assert finished(ranks, tmp_path, layout) == expected
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tutti.comm.collectives.failure import late_peer, lost_peer, named_ranks
 from tutti.launch.guard import Seen
-from tutti.launch.records import Exit, Failure, StoppedAt, crash_file, read_record
+from tutti.launch.records import Exit, Failure, SavedLast, StoppedAt, crash_file, read_record
 
 TAIL_NBYTES = 4000
 # The exit codes of a rank that was told to stop.
@@ -30,7 +30,8 @@ _WAITED_MS = re.compile(r"waiting (\d+)ms")
 class RankEnd:
     """The end of one rank: its exit code (minus a signal's number if that killed it) and records.
 
-    `seen` has the launcher's observations and actions, `crash` Python's lines at a crash.
+    `seen` has the launcher's observations and actions, `crash` Python's lines at a crash, `saved` its last
+    save.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class RankEnd:
     log: Path | None
     seen: Seen = UNSEEN
     crash: str = ""
+    saved: SavedLast | None = None
 
     @property
     def is_victim(self) -> bool:
@@ -149,6 +151,17 @@ class RankEnd:
         verb = f"waited in {known.collective}" if known.collective else "was"
         return f"{verb} at {known.line}"
 
+    @property
+    def own_end(self) -> str:
+        """How the script ended by itself after a signal; "" if it did not, or as the signal ends it."""
+        if self.ended is None or self.failure is not None:
+            return ""
+        if self.saved is not None:
+            return f"saved step {self.saved.step} and ended"
+        code = self.ended.code
+        told = code in (*_STOPPED, *_INTERRUPTED)
+        return "" if told else f"ended (exit code {code})"
+
 
 def read_ends(
     run_dir: Path,
@@ -171,6 +184,7 @@ def read_ends(
             logs.get(rank),
             found,
             _text(crash_file(run_dir, rank)),
+            read_record(run_dir, SavedLast, rank),
         )
         for rank in range(num_ranks)
         for found in (seen(rank),)
@@ -243,8 +257,14 @@ def details(end: RankEnd) -> str:
 def ended_by(number: int, ends: list[RankEnd]) -> str:
     """The report of a run whose launcher got a signal."""
     name = signal.Signals(number).name
-    waits = "".join(f"; rank {end.rank} {end.where}" for end in ends if end.where)
-    return f"ended by {name}, sent to the launcher{waits}"
+    own: dict[str, list[int]] = {}
+    for end in ends:
+        own.setdefault(end.own_end, []).append(end.rank)
+    said = [f"{named_ranks(ranks)} {how}" for how, ranks in own.items() if how]
+    told = [end for end in ends if end.where and (end.ended is None or end.failure is not None)]
+    said += [f"rank {end.rank} {end.where}" for end in told]
+    more = "".join(f"; {one}" for one in said)
+    return f"ended by {name}, sent to the launcher{more}"
 
 
 def where_logs(log_dir: Path | None) -> str:

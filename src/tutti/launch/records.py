@@ -51,6 +51,14 @@ class Exit:
 
 
 @dataclass(frozen=True)
+class SavedLast:
+    """A signal has ended the run, and the rank has saved this step before its end."""
+
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True)
 class ReplicaJoined:
     """A rank's replica has met the others: from now on they can continue without it."""
 
@@ -92,13 +100,14 @@ class Noted:
     lines: list[str]
 
 
-Record = Failure | StoppedAt | Exit | ReplicaJoined | Lost | GivenUp | Waited | Noted
-T = TypeVar("T", Failure, StoppedAt, Exit, ReplicaJoined, Lost, GivenUp, Waited, Noted)
+Record = Failure | StoppedAt | Exit | SavedLast | ReplicaJoined | Lost | GivenUp | Waited | Noted
+T = TypeVar("T", Failure, StoppedAt, Exit, SavedLast, ReplicaJoined, Lost, GivenUp, Waited, Noted)
 # The word of each kind in the name of its file.
 _KINDS: dict[type, str] = {
     Failure: "failure",
     StoppedAt: "place",
     Exit: "exit",
+    SavedLast: "saved",
     ReplicaJoined: "joined",
     Lost: "lost",
     GivenUp: "givenup",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
 
 from tutti.environment import RUN_DIR
-from tutti.launch.records import Noted, read_record, write_record
+from tutti.launch.records import Noted, SavedLast, read_record, write_record
 from tutti.recording.run_writer import launcher_writer
 
 
@@ -22,6 +23,13 @@ def tell(line: str) -> None:
         except OSError:
             pass  # such as a full disk
     print(line, file=sys.stderr, flush=True)
+
+
+def tell_last_save(step: int) -> None:
+    """Have the report of a run that a signal ends say that this rank has saved `step`."""
+    if run_dir := RUN_DIR.read():
+        with contextlib.suppress(OSError):
+            write_record(Path(run_dir), SavedLast(int(os.environ.get("RANK", "0")), step))
 
 
 class ToldLines:

@@ -19,6 +19,7 @@ from tutti.environment import ROLE
 from tutti.errors import CheckpointError, CommError
 from tutti.launch.ranks import ensure_process_group
 from tutti.launch.roles import SERVER, WORKER, Role
+from tutti.launch.telling import tell_last_save
 from tutti.recording.run_writer import note
 from tutti.remote_paths import path_of
 from tutti.resuming import restoring, run_folder
@@ -196,6 +197,8 @@ class Checkpoints:
         except CheckpointError as error:
             warnings.warn(f"an earlier save has failed: {error}", stacklevel=3)
         self._save(self._saver.save)
+        if self._saver.writes:
+            tell_last_save(self._parts.num_steps)
 
     def _save(self, save: Callable[[int, Mapping[str, float], Mapping[str, Tensor]], None]) -> None:
         step = self._parts.num_steps
