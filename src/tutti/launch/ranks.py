@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from tutti.launch.interface import without_address
 from tutti.launch.waits import watch_waits
 
 LEAVE_SECONDS = 0.1
+# Whether the script has asked for its ranks: from then on it may train.
+asked = threading.Event()
 
 
 def ensure_process_group() -> bool:
@@ -31,6 +34,7 @@ def ensure_process_group() -> bool:
     Raises:
         CommError: a rank does not come within `TUTTI_TIMEOUT`, or ranks cannot connect.
     """
+    asked.set()
     check_seconds()
     if dist.is_initialized():
         return dist.get_world_size() > 1

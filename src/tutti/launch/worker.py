@@ -18,6 +18,9 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends without a traceback of what follows
+
 from tutti.environment import RUN_DIR
 from tutti.errors import CommError, TuttiError
 from tutti.launch.good_end import forget_good_end
@@ -44,12 +47,15 @@ UNWRITTEN = 120
 # A failed rank's interpreter gets this long to shut down: it may wait for peers that are gone.
 EXIT_SECONDS = 5.0
 RECORD_SECONDS, POLL_SECONDS = 1.0, 0.01
+AGAIN_SECONDS = 1.0
 SECOND_GPU = "/dev/nvidia1"
 
 
 def main() -> None:
     """Run the script named on the command line as `__main__`."""
     rank, run_dir = int(os.environ["RANK"]), Path(RUN_DIR.read())
+    if not run_dir.is_dir():  # the launcher was told to end while it started this rank
+        os._exit(INTERRUPTED)
     note_pid(run_dir, rank)
     _detach()
     stand_in(rank, run_dir)
@@ -61,6 +67,7 @@ def main() -> None:
     sys.path[0] = script.folder
     _choose_gpu()
     code = _run(script, arguments, rank, run_dir)
+    _ended.set()
     _note(run_dir, Exit(rank, code, time.monotonic()))
     _finish(code)
     if not _flush() and not code:
@@ -84,6 +91,8 @@ def _choose_gpu() -> None:
 
 def _run(script: Script, arguments: list[str], rank: int, run_dir: Path) -> int:
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         script.run(arguments)
     except SystemExit as exc:
         return exit_code(exc)
@@ -202,6 +211,7 @@ def _detach() -> None:
 # Signals received, and whether the script has raised and its record is being written.
 _received: set[int] = set()
 _ending = threading.Event()
+_ended = threading.Event()  # the script has
 
 
 def _record_on_stop(rank: int, run_dir: Path) -> None:
@@ -228,6 +238,9 @@ def _watch(reading: int, rank: int, run_dir: Path) -> None:
     while True:
         for number in os.read(reading, 64):
             _received.add(number)
+            if number == signal.SIGINT:
+                again = threading.Thread(target=_interrupt_again, args=(main_thread,), daemon=True)
+                again.start()
             if number != signal.SIGTERM:
                 continue
             seconds = time.monotonic()
@@ -236,6 +249,25 @@ def _watch(reading: int, rank: int, run_dir: Path) -> None:
             if signal.getsignal(signal.SIGTERM) is _stop:
                 _keep_records()
                 os._exit(STOPPED)
+
+
+def _interrupt_again(main_thread: int) -> None:
+    """Interrupt an import that goes on: code that can do without a module may have dropped the signal.
+
+    Once the script has asked for its ranks it may save: then it is left alone.
+    """
+    while not (_ended.is_set() or _ending.is_set() or _has_asked_for_ranks()):
+        time.sleep(AGAIN_SECONDS)
+        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            return
+        if any(x.file.startswith("<frozen importlib") for x in stack_of(main_thread)):
+            os.kill(os.getpid(), signal.SIGINT)
+            return  # the signal starts the next watch
+
+
+def _has_asked_for_ranks() -> bool:
+    ranks = sys.modules.get("tutti.launch.ranks")
+    return ranks is not None and ranks.asked.is_set()
 
 
 def _keep_records() -> None:
