@@ -212,6 +212,32 @@ def test_a_budget_of_bytes_is_kept_with_less_work_than_full() -> None:
     assert sizes == sorted(sizes) and sizes[0] < num_full
 
 
+@pytest.mark.parametrize(
+    "layout", ["micro=2", "data=2 micro=2", "data=2 zero=3 micro=2", "pipe=2 micro=4"]
+)
+def test_a_budget_of_bytes_counts_micro_batches_and_stages(layout: str) -> None:
+    """Sums over micro-batches, buffers in shared memory, the micro-batches under way in a stage."""
+    step, batch = prepared(layout, deep_gpt())
+    program = step.program_of(batch)
+
+    def peak(word: str) -> int:
+        program.layout = Layout.parse(f"{layout} remat={word}")
+        return predict(program).peak_nbytes
+
+    whole, least = peak("none"), peak("full")
+    nbytes = (whole + least) // 2
+    assert least < peak(f"{nbytes / 1000:.3f}kB") <= nbytes < whole
+    with pytest.raises(LayoutError, match=r"at least .*B at the peak"):
+        peak("1kB")
+
+
+@pytest.mark.parametrize("layout", ["data=2 micro=2", "pipe=2 micro=4"])
+def test_a_budget_of_bytes_keeps_the_numbers_of_micro_batches(layout: str) -> None:
+    train_step, model, optimizer, batches = deep_gpt()
+    words = f"{layout} remat=400kB"  # between none and full
+    assert tutti.verify(train_step, model, optimizer, batches[0], words).ok
+
+
 def _target(program: Program) -> Target:
     return Target(donated=frozenset(program.captured.updated))
 

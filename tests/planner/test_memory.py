@@ -180,6 +180,25 @@ def test_on_two_ranks(ranks: Ranks, name: str, layout: str) -> None:
     check(ranks, name, layout)
 
 
+def without_and_with_a_run(name: str, layout: str) -> tuple[int, int]:
+    """The peak predicted for a program, and for the graph that this rank ran."""
+    step, _ = played(name, layout, 1)
+    assert step._last is not None
+    execution = step._last.execution
+    return predict(step.program).peak_nbytes, predict(
+        execution.program, execution.graph
+    ).peak_nbytes
+
+
+@pytest.mark.parametrize("layout", ["data=2", "data=2 zero=3", "data=2 micro=2"])
+def test_a_prediction_without_a_run_is_that_of_a_run_on_this_host(
+    ranks: Ranks, layout: str
+) -> None:
+    captured = ranks.after(capture_of, "wide")
+    for before, after in captured.run(without_and_with_a_run, "wide", layout, n=2):
+        assert before == after
+
+
 @pytest.mark.parametrize("layout", LAYOUTS[::3])
 def test_packed_collectives(ranks: Ranks, layout: str) -> None:
     """A sum of small tensors packs them; its results lie in one piece."""

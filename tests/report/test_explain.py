@@ -162,6 +162,8 @@ def test_the_predicted_memory_is_shown_with_its_kinds_and_the_measured_beside_it
         rf"^at {re.escape(found.op)} \({found.region}, \w+\.py:\d+\); of it", text, re.M
     )
     assert all(f"\n{h.name} " in text for h in found.largest)
+    assert "\npredicted for ranks on this host alone, with buffers in shared memory" in text
+    assert "predicted for ranks" not in explain(program("gpt", ""))
     assert "measured" not in text
     assert "; measured 1.23 MB" in explain(made, measured=1_230_000)
 

@@ -32,14 +32,13 @@ from tutti.execution.loops import Loops
 from tutti.execution.profiling import program_profile
 from tutti.graph.edits.quick import quickly_written
 from tutti.graph.ops import collectives
-from tutti.graph.ops.loop import graphs_of
 from tutti.graph.ops.matmul import is_faster
 from tutti.graph.randomness import random
 from tutti.partition.partition import Program
 from tutti.passes.pass_table import optimized
 from tutti.passes.target import Target
-from tutti.pipeline.micro_batches.over_time import MICRO
 from tutti.pipeline.ready import in_time
+from tutti.pipeline.targets import between_ranks, shared_axes
 from tutti.pipeline.timed import Timed
 from tutti.planner.stages import forecast
 from tutti.state.residence import Residence
@@ -77,7 +76,8 @@ class Execution:
         self._coordinates = mesh.coordinates(rank)
         self.timed: Timed | None = None
         if program.layout.in_time:
-            self.timed = in_time(program, cut_at=cut, homes=home.owners)
+            target = _target(program, groups, frozenset(program.captured.updated))
+            self.timed = in_time(program, cut_at=cut, homes=home.owners, target=target)
             check_order(in_common(self.timed))
             if rank == 0:
                 for text in forecast(self.timed).dear_cuts():
@@ -138,7 +138,8 @@ class Execution:
 
     def _optimized(self) -> fx.Graph:
         """The graph to run, and its shared memory; without it if there is no room."""
-        target = self._target()
+        groups = self.player.groups if self.player is not None else None
+        target = _target(self.program, groups, self.donated)
         graph = optimized(self.program, target)
         if self.player is None:
             return graph
@@ -156,13 +157,6 @@ class Execution:
         if "pipe" not in self._coordinates:  # pipeline ranks run different programs
             check_order([describe(n) for n in graph.nodes if _communicates(n)])
         return graph
-
-    def _target(self) -> Target:
-        if self.player is None:
-            return Target(donated=self.donated, onednn=is_faster())
-        groups, used = self.player.groups, between_ranks(self.program.graph)
-        shared = frozenset(axes for axes in used if groups.shared(axes) is not None)
-        return Target(donated=self.donated, shared=shared, onednn=groups.onednn)
 
     def _stage(self, made: Timed, channels: Mapping[Edge, Channel]) -> Loops:
         """The player of the loops; with stages on several ranks, over the channels between them."""
@@ -244,6 +238,13 @@ def _all_or_none(groups: Groups) -> Iterator[None]:
         raise
 
 
+def _target(program: Program, groups: Groups | None, donated: frozenset[str]) -> Target:
+    if groups is None:
+        return Target(donated=donated, onednn=is_faster())
+    shared = shared_axes(program, lambda axes: groups.shared(axes) is not None)
+    return Target(donated=donated, shared=shared, onednn=groups.onednn)
+
+
 def describe(node: fx.Node) -> str:
     """One collective in one line, the same on every rank: name, arguments, local shapes, line."""
     name = getattr(node.target, "__name__", str(node.target))
@@ -252,19 +253,6 @@ def describe(node: fx.Node) -> str:
     rest = [a for a in node.args if not isinstance(a, fx.Node | list) or not node.all_input_nodes]
     where = os.path.basename(node.meta.get("source") or "")
     return f"{name} {rest} {shapes} at {where}"
-
-
-def axes_used(graph: fx.Graph) -> list[tuple[str, ...]]:
-    """Every tuple of axes over which a graph communicates or reads its coordinates."""
-    played = [n for n in graph.nodes if n.target in collectives.PLAYED]
-    return list(dict.fromkeys(axes for n in played if (axes := collectives.axes_of(n))))
-
-
-def between_ranks(graph: fx.Graph) -> list[tuple[str, ...]]:
-    """The axes used, including in its loops, without axes of time, which have no ranks."""
-    used = (axes for one in graphs_of(graph) for axes in axes_used(one))
-    named = (tuple(a for a in axes if a != MICRO) for axes in used)
-    return list(dict.fromkeys(filter(None, named)))
 
 
 def _communicates(node: fx.Node) -> bool:

@@ -60,11 +60,14 @@ class Setting:
 
     target: a part of a loop donates no state, since a later micro-batch reads it again.
     part: the kind of the part (`F`, `B`, ...); "" for the graph of the whole program.
+    peak: predicts the bytes at the peak of a run of a graph that is still to be split in time, which it may
+        change; None if the passes that follow make the executed program.
     """
 
     program: Program
     target: Target
     part: str = ""
+    peak: Callable[[fx.Graph], int] | None = None
 
 
 Rewrite = Callable[[fx.Graph, Setting], object]
@@ -111,7 +114,8 @@ class Pass:
 
 
 def _remat(graph: fx.Graph, setting: Setting) -> None:
-    """Recompute within the budget of the final program, after the optional passes that follow."""
+    """Recompute within the budget of the final program, after the split in time or the optional passes that
+    follow."""
 
     def peak(candidate: fx.Graph) -> int:
         for one in PASSES[[one.name for one in PASSES].index("remat") + 1 :]:
@@ -124,7 +128,7 @@ def _remat(graph: fx.Graph, setting: Setting) -> None:
         return
     stages = layout.axes.get("pipe", 1) > 1
     once = computed_once(graph, gathers=stages) if layout.in_time else ()
-    remat(graph, mode, budget, peak, once)
+    remat(graph, mode, budget, setting.peak or peak, once)
 
 
 def _over_what_dies(graph: fx.Graph, setting: Setting) -> None:
@@ -229,15 +233,30 @@ def optimized(
     return graph
 
 
-def ready_to_split(program: Program, target: Target, without: Collection[str]) -> fx.Graph:
-    """A copy of the program's graph after the passes that run before the split of the batch in time."""
+def ready_to_split(
+    program: Program,
+    target: Target,
+    without: Collection[str],
+    peak: Callable[[fx.Graph], int] | None = None,
+) -> fx.Graph:
+    """A copy of the program's graph after the passes that run before the split of the batch in time.
+
+    `peak` predicts the bytes at the peak of a run of such a graph, which it may change. A budget of bytes
+    needs it.
+    """
+
+    def finished(graph: fx.Graph) -> fx.Graph:
+        if "common" not in without:
+            common_before_split(graph, computed_once(graph, gathers=False))
+        return graph
+
+    asked = None if peak is None else lambda candidate: peak(finished(candidate))
+    setting = Setting(program, target, peak=asked)
     graph = _copied(program.graph)
     for one in PASSES:
         if one.before_split and one.name not in without:
-            one.apply(graph, Setting(program, target))
-    if "common" not in without:
-        common_before_split(graph, computed_once(graph, gathers=False))
-    return graph
+            one.apply(graph, setting)
+    return finished(graph)
 
 
 def optional_names() -> list[str]:

@@ -9,15 +9,22 @@ from torch import fx
 
 from tutti.capture.captured import Captured
 from tutti.errors import ScheduleError, ShardingError
+from tutti.graph.analysis.liveness import peak_with_given
 from tutti.layout import Layout
 from tutti.partition.partition import Program
-from tutti.passes.pass_table import left_out_by_environment, ready_to_split, refuse_unknown
+from tutti.passes.pass_table import (
+    left_out_by_environment,
+    optimized,
+    ready_to_split,
+    refuse_unknown,
+)
 from tutti.passes.target import Target
 from tutti.pipeline.micro_batches.moments import moments_of
 from tutti.pipeline.micro_batches.sums_apart import sums_apart
 from tutti.pipeline.schedule.schedule import Schedule
 from tutti.pipeline.schedule.schedules import schedule
 from tutti.pipeline.schedule.validate import validate
+from tutti.pipeline.targets import target_here
 from tutti.pipeline.timed import Timed, timed
 
 
@@ -27,20 +34,40 @@ def in_time(
     cut_at: Sequence[str] = (),
     homes: Mapping[str, frozenset[int]] | None = None,
     without: Collection[str] | None = None,
+    target: Target | None = None,
 ) -> Timed:
     """The programs of a layout with `micro` or `pipe`, one for each pipeline rank.
 
-    Every rank computes the same ones. `without` names passes to omit, as in `pass_table.optimized`.
+    Every rank computes the same ones.
+
+    Args:
+        program: of the layout.
+        cut_at: names of modules at which stages begin.
+        homes: the pipeline ranks that already keep state.
+        without: passes to omit, as in `pass_table.optimized`.
+        target: of the run, by default on this host alone; a memory budget counts its buffers.
     """
-    graph = _ready(program, without)
     rows = schedule_of(program.layout)
     names = cut_at if rows.num_stages > 1 else ()
-    return timed(program, graph, rows, cut_at=names, homes=homes)
+    aimed = target if target is not None else target_here(program)
+    left_out = _left_out(without)
+
+    def split(graph: fx.Graph) -> Timed:
+        return timed(program, graph, rows, cut_at=names, homes=homes)
+
+    def peak(graph: fx.Graph) -> int:
+        """The bytes of the pipeline rank that holds most."""
+        finals = (optimized(one, aimed, without=left_out) for one in split(graph).programs)
+        return max(peak_with_given(final, program.captured.mode) for final in finals)
+
+    return split(ready_to_split(program, aimed, left_out, peak))
 
 
 def refuse_coupled(program: Program) -> None:
     """Raise `ShardingError` if the step of a layout with `micro` couples the samples of a batch."""
-    moments_of(_ready(program, None), program.layout.micro, program.layout)
+    left_out = _left_out(None) | {"remat"}  # what the backward recomputes couples nothing
+    target = Target(donated=frozenset(program.captured.updated))
+    moments_of(ready_to_split(program, target, left_out), program.layout.micro, program.layout)
 
 
 def for_time(captured: Captured, layout: Layout, made: Callable[[Captured], Program]) -> Program:
@@ -60,10 +87,10 @@ def for_time(captured: Captured, layout: Layout, made: Callable[[Captured], Prog
     return program
 
 
-def _ready(program: Program, without: Collection[str] | None) -> fx.Graph:
+def _left_out(without: Collection[str] | None) -> frozenset[str]:
     left_out = left_out_by_environment() if without is None else frozenset(without)
     refuse_unknown(left_out)
-    return ready_to_split(program, Target(donated=frozenset(program.captured.updated)), left_out)
+    return left_out
 
 
 def schedule_of(layout: Layout) -> Schedule:

@@ -24,12 +24,11 @@ from tutti.graph.analysis.state import is_state
 from tutti.graph.analysis.storage import StorageBlock, Storages
 from tutti.graph.edits.edit import RECOMPUTED, source_of
 from tutti.graph.ops.loop import loop
-from tutti.graph.ops.matmul import is_faster
 from tutti.graph.text import op_name
 from tutti.partition.partition import Program
 from tutti.passes.pass_table import optimized
-from tutti.passes.target import Target
 from tutti.pipeline.ready import in_time
+from tutti.pipeline.targets import target_here
 from tutti.pipeline.timed import Timed
 
 # The number of largest values at the peak to name.
@@ -76,15 +75,13 @@ class PeakMemory:
 def predict(program: Program, graph: fx.Graph | None = None) -> PeakMemory:
     """The peak of one call of `program`, on the rank with the highest one.
 
-    `graph` is the program's final graph; by default that after every pass of `passes.pass_table`, with all
-    updated state overwritten in place. For a program before its split in time, the pipeline rank with the
-    highest peak counts.
+    `graph` is the program's final graph; by default that of a run on this host alone, whose ranks share
+    memory. For a program before its split in time, the pipeline rank with the highest peak counts.
     """
     if graph is None and program.layout.in_time and not _has_loop(program.graph):
         return max(predict_pipe_ranks(in_time(program)), key=lambda memory: memory.peak_nbytes)
     if graph is None:
-        donated = frozenset(program.captured.updated)
-        graph = optimized(program, Target(donated=donated, onednn=is_faster()))
+        graph = optimized(program, target_here(program))
     storages = Storages(graph, program.captured.mode)
     at, call_nbytes = peak(graph, storages)
     kinds = _Kinds(graph, storages)

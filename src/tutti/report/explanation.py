@@ -14,6 +14,7 @@ from tutti.graph.ops.boundary import boundary
 from tutti.layout import Sharding
 from tutti.partition.partition import Program
 from tutti.pipeline.ready import in_time
+from tutti.pipeline.targets import target_here
 from tutti.pipeline.timed import Timed
 from tutti.planner.memory import predict, predict_pipe_ranks
 from tutti.quantities import format_nbytes
@@ -70,9 +71,10 @@ def _memory(
     program: Program, measured: int | None, run: fx.Graph | None, made: Timed | None
 ) -> list[str]:
     """The predicted memory here, after a run, else of the pipeline rank with the most; of each."""
+    assumed = "" if run is not None else _assumed(program)
     if made is None or len(made.programs) == 1:
         one = made.programs[0] if made else program
-        return [memory_text(predict(one, run), measured)]
+        return [memory_text(predict(one, run), measured) + assumed]
     every = predict_pipe_ranks(made)
     most = max(every, key=lambda memory: memory.peak_nbytes)
     peaks = ", ".join(format_nbytes(m.peak_nbytes) for m in every)
@@ -80,7 +82,16 @@ def _memory(
     return [
         memory_text(here, measured)
         + f"\npredicted peaks of pipeline ranks 0 to {len(every) - 1}: {peaks}"
+        + assumed
     ]
+
+
+def _assumed(program: Program) -> str:
+    """What a prediction without a run assumes about the hosts of the ranks."""
+    if program.layout.num_ranks == 1:
+        return ""
+    memory = "buffers in shared memory" if target_here(program).shared else "no shared memory"
+    return f"\npredicted for ranks on this host alone, with {memory}"
 
 
 def _header(program: Program) -> str:

@@ -23,7 +23,7 @@ from tutti.server.protocol import consistency
 from tutti.server.protocol.consistency import Consistency
 from tutti.server.protocol.keys import VariableBlock, blocks
 from tutti.server.protocol.update import ServedVariable
-from tutti.server.split.program import in_slices
+from tutti.server.split.program import in_slices, played
 from tutti.server.split.three_parts import Split
 from tutti.server.split.two_levels import REPLICA
 from tutti.server.split.updater import GraphUpdater
@@ -54,11 +54,12 @@ def explain_servers(
     local = timed.programs[0] if timed else program
     every = blocks(updater.variables, layout.server)
     ranks = f" of {layout.worker_size} ranks" if layout.worker_size > 1 else ""
+    final = run if run is not None else played(local, frozenset(local.captured.updated))
     parts = [
         f'layout "{layout}": {layout.num_replicas} workers{ranks}, {layout.server} servers',
         _variables(updater, every),
         _servers(every, layout.server, twice=due.predict),
-        "a worker: " + memory_text(predict(local, run), measured),
+        "a worker: " + memory_text(predict(local, final), measured),
         *([pipeline_text(timed)] if timed else []),
         _traffic(made, program, timed, layout, every, due, alone=apart),
     ]

@@ -19,13 +19,14 @@ from tutti.comm.collectives.agree import check_order
 from tutti.comm.collectives.process_groups import ProcessGroups
 from tutti.errors import ServerError
 from tutti.execution.allocator import keep_freed_memory
-from tutti.execution.execute import between_ranks, describe
+from tutti.execution.execute import describe
 from tutti.graph.players.player import Player
 from tutti.job import Job
 from tutti.launch import roles
 from tutti.launch.good_end import at_good_end
 from tutti.launch.roles import Role
 from tutti.partition.partition import Program
+from tutti.pipeline.targets import between_ranks
 from tutti.replicas import replica_rows
 from tutti.server.protocol import consistency
 from tutti.server.protocol.table_rows import Rows

@@ -18,17 +18,13 @@ from tutti.capture.python.assumed_values import Assumed
 from tutti.capture.state.first_form import make_slots
 from tutti.capture.state.left_modes import hooks_kept, modes_kept
 from tutti.capture.step import capture
-from tutti.environment import SHARED_MEMORY
-from tutti.execution.execute import axes_used
 from tutti.graph.edits.promote import Promoted, promoted
-from tutti.graph.ops.loop import graphs_of
-from tutti.graph.ops.matmul import is_faster
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.passes.pass_table import left_out_by_environment, optimized, optional_names
-from tutti.passes.target import Target
 from tutti.pipeline.ready import for_time, in_time
+from tutti.pipeline.targets import target_here
 from tutti.planner.placement.placement import found_seeds
 from tutti.propagate.batch_dim import Dims
 from tutti.propagate.plan import plan
@@ -256,11 +252,11 @@ class Subject:
     ) -> Played:
         """The executed program, with all its passes but those in `without`."""
         if not program.layout.in_time:
-            return Played.of(program, optimized(program, _target(program), without=without))
+            return Played.of(program, optimized(program, target_here(program), without=without))
         made = in_time(program, cut_at=cut, without=without)
         return Played(
             program.layout.stage_mesh,
-            [optimized(one, _target(one), without=without) for one in made.programs],
+            [optimized(one, target_here(one), without=without) for one in made.programs],
             [one.captured.updated for one in made.programs],
             made.owners,
         )
@@ -336,14 +332,3 @@ def rounding_of(parts: Errors, captured: Errors, same: bool) -> dict[str, Any]:
     """A verdict's fields about updates made of rounding."""
     apart = (parts.apart or captured.apart) if same else None
     return {} if apart is None else {"rounding": apart.worst, "worst_rounding": apart.name}
-
-
-def _target(program: Program) -> Target:
-    """The target of a run on one host, in which steps may overwrite all state.
-
-    All ranks share memory, unless the environment turns that off: then collectives overlap, as between hosts.
-    """
-    graphs = graphs_of(program.graph) if SHARED_MEMORY.read() != "off" else ()
-    shared = {axes for graph in graphs for axes in axes_used(graph)}
-    donated = frozenset(program.captured.updated)
-    return Target(donated=donated, shared=frozenset(shared), onednn=is_faster())

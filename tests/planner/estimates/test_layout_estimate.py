@@ -74,6 +74,16 @@ def test_a_peak_is_the_predicted_one() -> None:
     assert made.peak_nbytes == predict(program, optimized(program, target)).peak_nbytes
 
 
+@pytest.mark.parametrize("layout", ["data=2", "data=2 micro=2", "pipe=2 data=2 micro=2"])
+def test_ranks_of_a_host_have_the_peak_of_a_run(layout: str) -> None:
+    """With its buffers in shared memory, also of sums over ranks and micro-batches."""
+    program = programs().program(Layout.parse(layout))
+    machine = replace(second_a_matmul("4 x h100"), shares_memory=True)
+    assert estimate(program, machine).peak_nbytes == predict(program).peak_nbytes
+    apart = replace(machine, shares_memory=False)
+    assert estimate(program, apart).peak_nbytes != predict(program).peak_nbytes
+
+
 def test_gradients_are_summed_beside_the_backward() -> None:
     made = estimated("data=2")
     compute, waiting = made.kinds[COMPUTE], made.kinds[COLLECTIVES]

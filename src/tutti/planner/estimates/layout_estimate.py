@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
@@ -22,13 +21,13 @@ from torch import Tensor, fx
 
 from tutti.costs.rank_groups import RankGroups
 from tutti.graph.analysis.cost import flops_of, model_flops_of, rates_for
-from tutti.graph.ops.collectives import axes_of
 from tutti.graph.ops.loop import REDUCE, Body
 from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.passes.pass_table import optimized
 from tutti.passes.target import Target
 from tutti.pipeline.ready import in_time
+from tutti.pipeline.targets import shared_axes
 from tutti.pipeline.timed import Timed
 from tutti.planner.estimates.graph_clock import (
     COMPUTE,
@@ -160,7 +159,8 @@ class _ProgramEstimate:
 
     def _made(self) -> Estimate:
         if self.layout.in_time:
-            made = in_time(self.program, cut_at=self.cut_at)
+            target = self._target(self.program)
+            made = in_time(self.program, cut_at=self.cut_at, target=target)
             programs = made.programs
         else:
             made, programs = None, [self.program]
@@ -173,18 +173,15 @@ class _ProgramEstimate:
         self.events = [played.events]
         return self._estimate(played, self._share * played.seconds, memory)
 
-    @cached_property
-    def _target(self) -> Target:
-        used = {axes for n in self.program.collectives if (axes := axes_of(n))}
-        groups = self.clocks[0].groups
-        near = {axes for axes in used if groups[axes].num_hosts == 1}
-        shared = frozenset(near) if self.machine.shares_memory else frozenset()
+    def _target(self, program: Program) -> Target:
+        """Of the layout's program, or of that of a pipeline rank."""
+        groups, shares = self.clocks[0].groups, self.machine.shares_memory
+        shared = shared_axes(program, lambda axes: shares and groups[axes].num_hosts == 1)
         updated = frozenset(self.program.captured.updated)
-        gpus = not self.machine.shares_memory
-        return Target(donated=updated, shared=shared, onednn=self.machine.onednn, gpus=gpus)
+        return Target(donated=updated, shared=shared, onednn=self.machine.onednn, gpus=not shares)
 
     def _final(self, program: Program) -> fx.Graph:
-        return optimized(program, self._target)
+        return optimized(program, self._target(program))
 
     def _estimate(
         self,

@@ -74,7 +74,8 @@ def in_slices(program: Program) -> Timed | None:
     Raises:
         ShardingError: the step couples the samples of a batch.
     """
-    return in_time(program) if program.layout.in_time else None
+    target = _target(frozenset(program.captured.updated))
+    return in_time(program, target=target) if program.layout.in_time else None
 
 
 def played(program: Program, donated: frozenset[str] = frozenset()) -> fx.Graph:
@@ -83,7 +84,12 @@ def played(program: Program, donated: frozenset[str] = frozenset()) -> fx.Graph:
     With micro-batches it is that of `in_slices`.
     """
     without = left_out_by_environment() | {"overlap"}
-    return optimized(program, Target(donated=donated, onednn=is_faster()), without=without)
+    return optimized(program, _target(donated), without=without)
+
+
+def _target(donated: frozenset[str]) -> Target:
+    """A worker's ranks exchange values without buffers in shared memory."""
+    return Target(donated=donated, onednn=is_faster())
 
 
 def _leave_sums_open(program: Program, part: WorkerPart) -> None:
