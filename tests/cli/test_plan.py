@@ -20,7 +20,7 @@ from tests.planning.test_hardware_files import FOUND
 from tutti.calibration import other_work
 from tutti.cli import plan_layouts
 from tutti.cli.main import app
-from tutti.planning import hardware_files
+from tutti.planning import hardware_files, plan_progress
 from tutti.planning.plan_file import Plan
 
 SCRIPT = """
@@ -88,7 +88,7 @@ def test_the_table_has_all_columns(script: Path) -> None:
 def test_a_long_plan_says_how_far_it_is(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = "--devices", "2 x h100", "--layout", "data=2 micro=1 remat=none"
     assert "planning" not in plan(script, *words).output
-    monkeypatch.setattr(plan_layouts, "_SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(plan_progress, "_SECONDS_BETWEEN", 0.0)
     result = plan(script, *words, "--json")
     assert re.search(r"planning: layout 1 of \d+\n", result.stderr)
     assert json.loads(result.stdout)
@@ -214,7 +214,7 @@ def test_an_answer_comes_before_its_file(
     """The folder goes while the plan works."""
     (folder := tmp_path / "plans").mkdir()
     monkeypatch.setattr(
-        "tutti.cli.plan_layouts._PlanProgress.__call__",
+        "tutti.planning.plan_progress.PlanProgress.__call__",
         lambda *_: folder.exists() and folder.rmdir(),
     )
     words = "--devices", "2 x h100", "--layout", "data=2 micro=1 remat=none"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import tutti
 from tests.planning.test_hardware_files import FOUND
 from tests.support.ranks import Ranks
-from tutti.planning import hardware_files
+from tutti.planning import chosen_layout, hardware_files
 
 
 def train_step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
@@ -46,8 +46,18 @@ def test_one_rank_has_layouts_of_one_device(calibrated: Path) -> None:
 
 def test_a_machine_without_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUTTI_HARDWARE", str(tmp_path))
-    with pytest.raises(tutti.PlanError, match="has not been calibrated"):
+    with pytest.raises(tutti.PlanError, match="has not been calibrated") as found:
         losses("auto")
+    assert "give a layout of your own" in str(found.value)
+
+
+@pytest.mark.parametrize("words", ["replica=2", "replica=2 sync=gossip()", "replica=2 server=1"])
+def test_replicas_are_refused_before_the_plan(
+    words: str, calibrated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chosen_layout, "answer", lambda *_: pytest.fail("planned"))
+    with pytest.raises(tutti.PlanError, match="has replicas, which compute another step"):
+        losses(f"auto {words}")
 
 
 def _on_rank(folder: str) -> tuple[str, list[float]]:

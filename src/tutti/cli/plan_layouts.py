@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +19,6 @@ from tutti.launch.script import Script
 if TYPE_CHECKING:
     from tutti.distributed_step import Step
     from tutti.planning.layout_plan import PlanAnswer, PlanQuestion
-
-_SECONDS_BETWEEN = 30.0  # lines of progress where stderr is no terminal
 
 
 def plan(
@@ -72,6 +69,7 @@ def plan(
     from tutti.layout import Layout
     from tutti.planning.layout_plan import answer
     from tutti.planning.plan_file import as_records
+    from tutti.planning.plan_progress import PlanProgress
 
     question = _question(devices, topology, global_batch, layout, memory, ranks, vary_precision)
     question = replace(question, every=as_json or diff is not None)
@@ -80,7 +78,7 @@ def plan(
     if save is not None:
         check_file(save, "the plan")
 
-    progress = _PlanProgress()
+    progress = PlanProgress()
 
     def seen(step: Step, batch: tuple[Any, ...]) -> PlanAnswer:
         return answer(step.mode.running.job, batch, question, seen=progress)
@@ -115,19 +113,13 @@ def _question(
 
     from tutti.calibration.other_work import PLAN, warn_of_other_work
     from tutti.layout.layout import PRECISIONS
-    from tutti.planner.search.layout_choices import partial_layout, words_of
+    from tutti.planner.search.layout_choices import words_of
     from tutti.planning.hardware_files import NAME, cluster_of, is_here
-    from tutti.planning.layout_plan import PlanQuestion
+    from tutti.planning.layout_plan import PlanQuestion, refuse_replicas
     from tutti.planning.plan_file import parse_nbytes
     from tutti.planning.this_machine import question_here
 
-    given = partial_layout(layout)
-    if given.num_replicas > 1 or given.server:
-        raise PlanError(
-            f'"{layout}" has replicas, which compute another step than one device',
-            why="a plan compares layouts of the same step",
-            fix="leave replica, sync and server out",
-        )
+    refuse_replicas(layout)
     if vary_precision and "precision" in words_of(layout):
         raise PlanError(
             f'--vary-precision, and "{layout}" names one',
@@ -195,18 +187,3 @@ def _not_listed(made: PlanAnswer, *, every: bool) -> list[str]:
         return []
     layout, reason = left_out[0]
     return [f'{len(left_out)} layouts are left out, such as "{layout}": {reason}']
-
-
-class _PlanProgress:
-    """Says on stderr how far a plan is: a line on a terminal, overwritten; else one every half minute."""
-
-    def __init__(self) -> None:
-        self._said = time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        text = f"layout {done + 1} of {total}" if total else ""
-        if sys.stderr.isatty():
-            print(f"\r{text:<30}\r", end="", file=sys.stderr, flush=True)
-        elif text and time.monotonic() >= self._said + _SECONDS_BETWEEN:
-            self._said = time.monotonic()
-            print(f"planning: {text}", file=sys.stderr, flush=True)

@@ -118,7 +118,8 @@ def cluster_here(path: Path | None = None) -> Cluster:
         raise PlanError(
             "this machine has not been calibrated",
             why=f"there is no {device}",
-            fix='run "tutti calibrate" (a minute), or name devices: --devices "64 x h100"',
+            fix='run "tutti calibrate" (a minute), or give a layout of your own; '
+            "\"tutti plan --devices '64 x h100'\" needs no calibration",
         )
     one = Cluster.parse(str(device))
     return Cluster(one.topology.host_size, one.device, one.topology)

@@ -64,7 +64,7 @@ class PlanQuestion:
             raise PlanError(
                 f"layouts of {self.num_ranks} ranks on {count} {'device' if count == 1 else 'devices'}",
                 why="each rank has a device of its own",
-                fix=f'-n {count} or fewer, or --devices "{self.num_ranks} x ..."',
+                fix=f'-n {count} or fewer, or "tutti plan --devices" with {self.num_ranks} devices',
             )
 
     @staticmethod
@@ -121,6 +121,17 @@ class PlanAnswer:
             peak_nbytes=best.estimate.peak_nbytes,
             layouts=as_records(self.ranking),
             found=self.found.get(best.estimate.layout),
+        )
+
+
+def refuse_replicas(words: str) -> None:
+    """Raise `PlanError` for words of a layout with replicas, which a plan does not compare."""
+    given = partial_layout(words)
+    if given.num_replicas > 1 or given.sync or given.server:
+        raise PlanError(
+            f'"{words}" has replicas, which compute another step than one device',
+            why="a plan compares layouts of the same step",
+            fix="leave replica, sync and server out, or give the whole layout, without auto",
         )
 
 
