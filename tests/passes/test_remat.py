@@ -212,6 +212,21 @@ def test_a_budget_of_bytes_is_kept_with_less_work_than_full() -> None:
     assert sizes == sorted(sizes) and sizes[0] < num_full
 
 
+@pytest.mark.parametrize("layout", ["data=2", "data=2 micro=2", "data=2 zero=3"])
+def test_a_budget_of_bytes_counts_buffers_in_shared_memory(layout: str) -> None:
+    layers = (x for _ in range(8) for x in (nn.Linear(128, 128, bias=False), nn.GELU()))
+    model = nn.Sequential(*layers)
+    step = tutti.distribute(train_mlp, model, torch.optim.SGD(model.parameters(), 0.1), layout)
+    program = step.program_of((torch.ones(512, 128),))
+
+    def peak(word: str) -> int:
+        program.layout = Layout.parse(f"{layout} remat={word}")
+        return predict(program).peak_nbytes
+
+    nbytes = (peak("none") + peak("full")) // 2
+    assert peak(f"{nbytes / 1000:.3f}kB") <= nbytes < peak("none")
+
+
 @pytest.mark.parametrize(
     "layout", ["micro=2", "data=2 micro=2", "data=2 zero=3 micro=2", "pipe=2 micro=4"]
 )

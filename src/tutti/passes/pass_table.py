@@ -114,12 +114,11 @@ class Pass:
 
 
 def _remat(graph: fx.Graph, setting: Setting) -> None:
-    """Recompute within the budget of the final program, after the split in time or the optional passes that
-    follow."""
+    """Recompute within the budget of the final program, after the split in time or the passes that follow."""
 
     def peak(candidate: fx.Graph) -> int:
         for one in PASSES[[one.name for one in PASSES].index("remat") + 1 :]:
-            if not one.needed and one.name not in left_out_by_environment() and one.on_program:
+            if one.on_program and one.name not in left_out_by_environment():
                 one.on_program(candidate, setting)
         return peak_with_given(candidate, mode)
 
