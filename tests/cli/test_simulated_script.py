@@ -72,7 +72,7 @@ def test_a_pipeline_is_drawn_and_traced(script: Path, tmp_path: Path) -> None:
         assert any("train.py:" in e["args"].get("line", "") for e in kernels)
         _assert_one_at_a_time([e for e in kernels if e["tid"] == 7])
     assert any(name.startswith("nccl") for name in names)  # sums over data
-    assert any(name.startswith("send") for name in names)
+    assert any(name.startswith("ncclDevKernel_SendRecv ") for name in names)
 
 
 def _assert_one_at_a_time(events: list[dict[str, Any]]) -> None:
@@ -119,8 +119,12 @@ def test_workers_of_servers(sync: str, text: str, script: Path) -> None:
 
 def test_rounds_of_replicas_cost_time_and_bytes(script: Path, tmp_path: Path) -> None:
     alone = simulate(script, "data=1", "--global-batch", "4")
-    result = simulate(script, "replica=4 sync=average(every=2)", "--global-batch", "16")
+    words = ("--global-batch", "16", "--trace", str(tmp_path / "traces"))
+    result = simulate(script, "replica=4 sync=average(every=2)", *words)
     assert result.exit_code == 0, result.output
+    assert re.search(
+        r"1 trace, of one rank, of a step of .*s without a round of the", result.stdout
+    )
     assert seconds(result.stdout) > seconds(alone.stdout)
     assert ", rounds " in result.stdout and "sent by a rank: nothing" not in result.stdout
     assert "replicas agree by average(every=2): for each step" in result.stdout

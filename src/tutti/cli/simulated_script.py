@@ -64,9 +64,20 @@ def simulated(
             drawing.write_svg(made.estimate.timeline, svg)
         if trace is not None:
             paths = write_traces(made.events, made.estimate.layout, made.played, trace)
-            print(f"\n{len(paths)} traces in {trace}: one rank of each pipeline rank", flush=True)
+            print(f"\n{_traces(len(paths), made)} in {trace}", flush=True)
 
     look(script, arguments, "", seen, show)
+
+
+def _traces(num: int, made: SimulatedRun) -> str:
+    from tutti.quantities import format_seconds
+
+    words = (
+        "1 trace, of one rank," if num == 1 else f"{num} traces, of one rank of each pipeline rank,"
+    )
+    if made.rounds is None:
+        return words
+    return f"{words} of a step of {format_seconds(made.played)} without a round of the replicas"
 
 
 def _summary(made: SimulatedRun, faults: Faults, layout: str) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from tutti.costs.collective_seconds import RankGroup, collective_seconds
@@ -27,12 +28,17 @@ from tutti.torch_private.pytrees import tree_leaves
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A collective of a graph: its kind, the bytes of the whole value, its axes."""
+    """A collective of a graph: its kind, the bytes of the whole value, its axes, the dtypes of its values.
+
+    reduction: `sum`, `max`, ... if it reduces.
+    """
 
     node: fx.Node
     kind: str
     nbytes: int
     axes: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...] = ()
+    reduction: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,10 +110,21 @@ def collective_call(node: fx.Node) -> CollectiveCall | None:
     whole: Iterable[Any] = _results(node) if kind == "all_gather" else values  # type: ignore[arg-type]
     tensors = [x for v in whole for x in tree_leaves(v.meta.get("val")) if isinstance(x, Tensor)]
     nbytes = sum(x.nbytes for x in tensors)
-    return CollectiveCall(node, kind, nbytes, tuple(axes))
+    dtypes = tuple(dict.fromkeys(x.dtype for x in tensors))
+    return CollectiveCall(node, kind, nbytes, tuple(axes), dtypes, _reduction(node))
 
 
 _SEVERAL = (collectives.together, collectives.together_, collectives.start)
+_REDUCTION_AT: dict[Any, int] = {
+    collectives.all_reduce: 2,
+    collectives.reduce_scatter: 4,
+    **dict.fromkeys(_SEVERAL, 4),
+}
+
+
+def _reduction(node: fx.Node) -> str:
+    place = _REDUCTION_AT.get(node.target)
+    return "" if place is None else str(node.args[place] or "")
 
 
 def _results(node: fx.Node) -> Iterable[fx.Node]:

@@ -1,8 +1,9 @@
 """Simulated steps as Chrome traces, one file a rank, which Perfetto and HolisticTraceAnalysis read.
 
 A kernel is an event of the category `kernel` on a stream, with a launch on the host that has the same
-`correlation`; collectives are kernels called `nccl...`, as the profiler names them on GPUs. Ranks with the
-same coordinate along `pipe` run the same step, so one file stands for all of them.
+`correlation`; collectives and messages are kernels called `nccl...`, as the profiler names them on GPUs.
+Events of one stream follow each other: messages to each pipeline rank have a stream of their own. Ranks with
+the same coordinate along `pipe` run the same step, so one file stands for all of them.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from tutti.errors import PlanError
+from tutti.graph.text import SHORT
 from tutti.layout import Layout
-from tutti.planner.estimates.graph_clock import TraceEvent
+from tutti.planner.estimates.graph_clock import MESSAGE_STREAM, TraceEvent
 
 STREAMS = {"device": 7, "inside": 20, "between": 24}
-# Names of NCCL's kernels by the kind of a collective.
+# The stream of messages to pipeline rank 0; those to the others follow.
+_MESSAGES = 32
+# Names of NCCL's kernels by the kind of a collective; of one that reduces with the operation and the dtype.
 _NCCL = {
-    "all_reduce": "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
+    "all_reduce": "ncclDevKernel_AllReduce_{reduction}_{dtype}_RING_LL",
     "all_gather": "ncclDevKernel_AllGather_RING_LL",
-    "reduce_scatter": "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL",
+    "reduce_scatter": "ncclDevKernel_ReduceScatter_{reduction}_{dtype}_RING_LL",
     "all_to_all": "ncclDevKernel_SendRecv",
+    "send": "ncclDevKernel_SendRecv",
 }
 _HOST_THREAD = 1
 _STEP = 0
@@ -66,14 +71,17 @@ def write_traces(
 
 def _trace(events: Sequence[TraceEvent], rank: int, seconds: float) -> Iterator[dict[str, Any]]:
     yield _named("process_name", rank, 0, f"rank {rank}")
-    for stream, number in STREAMS.items():
-        yield _named("thread_name", rank, number, f"stream {number} {stream}")
+    used = {one.stream for one in events}
+    for stream in [*STREAMS, *sorted(used - STREAMS.keys())]:
+        number = _number(stream)
+        words = f"messages {stream}" if stream.startswith(MESSAGE_STREAM) else stream
+        yield _named("thread_name", rank, number, f"stream {number} {words}")
     yield _event(f"ProfilerStep#{_STEP}", "user_annotation", 0.0, seconds, rank, _HOST_THREAD, {})
     for number, one in enumerate(sorted(events, key=lambda e: e.start), 1):
         # The host is ahead of the device: its launch ends where the kernel begins.
         launch = {"correlation": number, "cbid": 211}
         yield _event("cudaLaunchKernel", "cuda_runtime", one.start, 0.0, rank, _HOST_THREAD, launch)
-        stream = STREAMS[one.stream]
+        stream = _number(one.stream)
         shown: dict[str, Any] = {"stream": stream, "device": rank, "correlation": number}
         if one.source:
             shown["line"] = one.source
@@ -81,8 +89,29 @@ def _trace(events: Sequence[TraceEvent], rank: int, seconds: float) -> Iterator[
             shown["region"] = one.region
         if one.nbytes:
             shown |= {"bytes": one.nbytes, "Group size": one.group}
-        name = _NCCL.get(one.name, one.name)
-        yield _event(name, "kernel", one.start, one.seconds, rank, stream, shown)
+        if one.dtypes:
+            shown["dtype"] = _dtypes(one)
+        yield _event(_kernel(one), "kernel", one.start, one.seconds, rank, stream, shown)
+
+
+def _number(stream: str) -> int:
+    if stream.startswith(MESSAGE_STREAM):
+        return _MESSAGES + int(stream.removeprefix(MESSAGE_STREAM))
+    return STREAMS[stream]
+
+
+def _kernel(one: TraceEvent) -> str:
+    """Its name as NCCL's, if it moves values between ranks; a message's action follows."""
+    kind, _, action = one.name.partition(" ")
+    if kind not in _NCCL:
+        return one.name
+    # A meeting of ranks moves nothing.
+    words = {"reduction": one.reduction.capitalize() or "Sum", "dtype": _dtypes(one) or "u8"}
+    return f"{_NCCL[kind].format(**words)} {action}".rstrip()
+
+
+def _dtypes(one: TraceEvent) -> str:
+    return "+".join(SHORT.get(dtype, str(dtype)) for dtype in one.dtypes)
 
 
 def _event(

@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
 from torch import fx
 
 from tutti.costs.collective_seconds import collective_seconds
@@ -33,6 +35,8 @@ COMPUTE, COLLECTIVES, MESSAGES, IDLE = "compute", "collectives", "messages", "id
 # Of ranks that wait for a processor, because there are more ranks than processors.
 SHARED = "shared processors"
 _LEAST_SECONDS = 1e-9
+# A stream of messages; the pipeline rank that receives them follows.
+MESSAGE_STREAM = "to "
 
 
 def without_rounding(seconds: float) -> float:
@@ -49,8 +53,10 @@ def kinds_of(kinds: Mapping[str, float]) -> dict[str, float]:
 class TraceEvent:
     """A kernel, a collective or a message on the clock.
 
-    stream: `device`, or the link: `inside` or `between`. start, seconds: from the start of the step. source:
-    the user's line. nbytes: moved by a collective or a message, else 0. group: ranks of a collective.
+    name: of the op, the kind of a collective, or the words of a message. stream: `device`; of a collective
+    its link, `inside` or `between`; of a message `to N`, the pipeline rank that receives it. start, seconds:
+    from the start of the step. source: the user's line. nbytes: moved by a collective or a message, else 0.
+    group: ranks of a collective. dtypes: of its values. reduction: as in `CollectiveCall`.
     """
 
     name: str
@@ -61,6 +67,8 @@ class TraceEvent:
     region: str = ""
     nbytes: int = 0
     group: int = 1
+    dtypes: tuple[torch.dtype, ...] = ()
+    reduction: str = ""
 
     def later(self, seconds: float) -> TraceEvent:
         """The same event, later."""
@@ -173,9 +181,10 @@ class _Streams:
             self._wait(self.ends.get(node.args[0], 0.0), COLLECTIVES)  # type: ignore[arg-type]
         elif node.target is collectives.send:
             nbytes = _nbytes(node.args[0])  # type: ignore[arg-type]
-            link = "between" if self.owner.groups.crosses_hosts("pipe") else "inside"
             end = self.now + self.owner.message(nbytes)
-            self._note(node, "send", link, self.now, end, nbytes, 2)
+            self._note(
+                node, "send", message_stream(node.args[2]), self.now, end, nbytes=nbytes, group=2
+            )
             self._wait(end, MESSAGES)
         elif (call := collective_call(node)) is not None:
             self._collective(call)
@@ -191,20 +200,11 @@ class _Streams:
         return self.total
 
     def _note(
-        self,
-        node: fx.Node,
-        name: str,
-        stream: str,
-        start: float,
-        end: float,
-        nbytes: int,
-        group: int,
+        self, node: fx.Node, name: str, stream: str, start: float, end: float, **shown: Any
     ) -> None:
         if self.owner.records:
             region = node.meta.get("region") or ""
-            event = TraceEvent(
-                name, stream, start, end - start, source_of(node), region, nbytes, group
-            )
+            event = TraceEvent(name, stream, start, end - start, source_of(node), region, **shown)
             self.total.events.append(event)
 
     def _compute(self, node: fx.Node, seconds: float) -> None:
@@ -215,7 +215,7 @@ class _Streams:
             self.total.hidden_seconds += beside
         self.now += seconds
         self.total.kinds[COMPUTE] += seconds  # type: ignore[assignment]
-        self._note(node, op_name(node), "device", begin, self.now, 0, 1)
+        self._note(node, op_name(node), "device", begin, self.now)
 
     def _wait(self, until: float, kind: str) -> None:
         self.total.kinds[kind] += max(0.0, until - self.now)  # type: ignore[assignment]
@@ -236,7 +236,10 @@ class _Streams:
         begin = max(self.now, self.free[link])
         end = begin + self.owner.seconds_of(call)
         self.free[link] = end
-        self._note(call.node, call.kind, link, begin, end, call.nbytes, group.size)
+        shown = {"dtypes": call.dtypes, "reduction": call.reduction}
+        self._note(
+            call.node, call.kind, link, begin, end, nbytes=call.nbytes, group=group.size, **shown
+        )
         if call.node.target is collectives.start:
             self.ends[call.node] = end
         else:
@@ -252,16 +255,24 @@ def _graph(part: LoopPart) -> fx.Graph:
 
 
 def _more(before: Playback, last: Playback) -> Playback:
-    """What `last`, a part with reductions, takes more than `before`, the same part without; its collectives
-    begin beside that part."""
+    """What `last`, a part with reductions, takes more than `before`, the same part without.
+
+    Its events are those of `last` as a whole, which begins with `before`: collectives begin beside that part.
+    """
     return Playback(
         max(0.0, last.seconds - before.seconds),
         last.kinds - before.kinds,
         max(0.0, last.hidden_seconds - before.hidden_seconds),
         last.nbytes - before.nbytes,
-        [e.later(-before.seconds) for e in last.events if e.stream != "device"],
+        [event.later(-before.seconds) for event in last.events],
         last.open_seconds,
     )
+
+
+def message_stream(to: object) -> str:
+    """The stream of messages to a pipeline rank: in order among themselves, beside those to others and beside
+    collectives."""
+    return f"{MESSAGE_STREAM}{to}"
 
 
 def body_of(node: fx.Node) -> Body:

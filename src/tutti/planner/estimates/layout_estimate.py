@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import cached_property
+from itertools import pairwise, zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +40,7 @@ from tutti.planner.estimates.graph_clock import (
     body_of,
     kinds_of,
     main_loop,
+    message_stream,
     without_rounding,
 )
 from tutti.planner.estimates.priced_machine import PricedMachine
@@ -232,7 +234,7 @@ class _ProgramEstimate:
         for pipe_rank, (before, _, after) in enumerate(played):
             ends = before.events, [e.later(first + timeline.seconds) for e in after.events]
             self.events.append(
-                [*ends[0], *self._row_events(timeline, parts, pipe_rank, first), *ends[1]]
+                [*ends[0], *self._row_events(made, timeline, parts, pipe_rank, first), *ends[1]]
             )
         shared = self._share * (first + last) + timeline.shared_seconds(self._share)
         return self._estimate(total, shared, memory, timeline)
@@ -248,19 +250,28 @@ class _ProgramEstimate:
 
     def _row_events(
         self,
+        made: Timed,
         timeline: Timeline,
         parts: list[dict[tuple[int, str], Playback]],
         pipe_rank: int,
         first: float,
     ) -> Iterator[TraceEvent]:
         """The events of a pipeline rank's row, which begins at `first`; its sends among them."""
-        for action, start, _ in timeline.rows[pipe_rank]:
-            played = parts[pipe_rank].get((action.stage, action.kind))
-            yield from (event.later(first + start) for event in (played.events if played else ()))
+        sizes, known, row = _message_sizes(made), parts[pipe_rank], timeline.rows[pipe_rank]
+        reduced = {key for key in known if key[1] == REDUCE}
+        for (action, start, end), after in zip_longest(row, row[1:]):
+            if after is not None and (after.action.stage, after.action.kind) in reduced:
+                continue  # the events of the reductions have those of the backward before them
+            played = known.get((action.stage, action.kind), Playback())
+            if action.kind == REDUCE:
+                start = end - played.seconds  # it waits first, see `_waits`
+            yield from (event.later(first + start) for event in played.events)
         for action, start, end in timeline.transfers:
             if timeline.schedule.rank_of(action.stage) == pipe_rank:
+                stream = message_stream(timeline.schedule.rank_of(action.peer))
+                nbytes = sum(sizes.get((action.stage, action.moved, action.peer), ()))
                 words = f"send {action}"
-                yield TraceEvent(words, self._link, first + start, end - start, group=2)
+                yield TraceEvent(words, stream, first + start, end - start, nbytes=nbytes, group=2)
 
     def _timeline(self, made: Timed, parts: list[dict[tuple[int, str], Playback]]) -> Timeline:
         costs = {key: one.seconds for found in parts for key, one in found.items()}
@@ -269,13 +280,8 @@ class _ProgramEstimate:
             for kind in ("F", "I", "W", "B"):  # a part without work is in no body
                 costs.setdefault((stage, kind), 0.0)
         transfers: dict[tuple[int, int], float] = {}
-        messages = {
-            key: [body.vals[n].nbytes for n in names]
-            for body in made.bodies
-            for key, names in body.messages.items()
-        }
         crosses = self.clocks[0].groups.crosses_hosts("pipe")
-        for (source, kind, to), sizes in messages.items():
+        for (source, kind, to), sizes in _message_sizes(made).items():
             edge = min(source, to), max(source, to)
             apart = schedule.rank_of(source) != schedule.rank_of(to)
             seconds = self.clocks[0].message(sum(sizes)) if apart else 0.0
@@ -307,6 +313,15 @@ def _waits(
                 found[key] = max(0.0, free - before.start)
                 free = span.end + known[key].open_seconds if key in known else 0.0
     return found
+
+
+def _message_sizes(made: Timed) -> dict[tuple[int, str, int], list[int]]:
+    """The bytes of a message's values, by the stage that sends, its action, the stage that receives."""
+    return {
+        key: [body.vals[n].nbytes for n in names]
+        for body in made.bodies
+        for key, names in body.messages.items()
+    }
 
 
 def _sent_nbytes(made: Timed, body: Body, pipe_rank: int) -> int:
