@@ -27,8 +27,8 @@ def simulate(script: Path, layout: str, *words: str, devices: str = "16 x h100")
     return CliRunner().invoke(app, given)
 
 
-def seconds(text: str) -> float:
-    found = re.search(r"a step of ([\d.e+]+) (us|ms|s)", text)
+def seconds(text: str, kind: str = "a step of") -> float:
+    found = re.search(kind + r" ([\d.e+]+) (us|ms|s)", text)
     assert found is not None, text
     return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
 
@@ -80,6 +80,17 @@ def _assert_one_at_a_time(events: list[dict[str, Any]]) -> None:
     ordered = sorted(events, key=lambda e: e["ts"])
     for before, after in pairwise(ordered):
         assert round(before["ts"] + before["dur"], 3) <= after["ts"]
+
+
+def test_slow_links_of_a_pipeline_cost_messages(script: Path) -> None:
+    """What a step takes longer is time of messages, not of the bubble."""
+    steps, waits = [], []
+    for words in ((), ("--slow-link", "0.001")):
+        made = simulate(script, "data=8 pipe=2 micro=4", "--global-batch", "8192", *words)
+        steps.append(seconds(made.stdout))
+        waits.append(seconds(made.stdout, "messages"))
+    assert steps[1] > 1.1 * steps[0]
+    assert waits[1] - waits[0] > 0.9 * (steps[1] - steps[0])
 
 
 def test_failures_have_a_best_interval(script: Path) -> None:

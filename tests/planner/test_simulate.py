@@ -196,6 +196,23 @@ def test_one_transfer_after_another() -> None:
     assert other == timeline
 
 
+def test_waits_for_messages_are_apart_from_the_bubble() -> None:
+    """Three ranks, one micro-batch: F at 0, 3, 6, B at 7, 11, 15; each of 4 messages is on its way for 2."""
+    timeline = simulate(schedule("1f1b", 3, 1), UNIT, transfer_seconds=2.0)
+    assert timeline.seconds == 3 * (1 + 2) + 4 * 2
+    assert timeline.message_seconds == (8.0, 8.0, 8.0)
+    assert timeline.idle_seconds == (14.0, 14.0, 14.0)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb", "zbv"])
+def test_without_messages_idle_ranks_wait_for_the_bubble_alone(name: str) -> None:
+    made = schedule(name, 4, 8)
+    assert simulate(made, COSTS).message_seconds == (0.0,) * 4
+    slow = simulate(made, COSTS, transfer_seconds=1000.0)
+    for waits, idle_seconds in zip(slow.message_seconds, slow.idle_seconds, strict=True):
+        assert 0.97 * idle_seconds < waits <= idle_seconds
+
+
 def test_the_most_exact_cost_counts() -> None:
     made = Schedule.parse("0G 0F0 0F1 0B0 0B1 0A")
     costs: dict[Any, float] = {"F": 1.0, "I": 2.0, "W": 3.0, (0, "I"): 4.0, "A": 0.5}

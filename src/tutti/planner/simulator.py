@@ -11,6 +11,7 @@ A stream leads from one rank to another, keeps its order, and takes no time in e
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -47,6 +48,8 @@ class Timeline:
     transfers: the spans of all sends; a span ends at the arrival of the value.
     seconds: from the first start to the last end.
     idle_seconds: per rank, the part of `seconds` without work.
+    message_seconds: per rank, the part of `idle_seconds` due to messages on their way, to the rank or to
+        those that it waits for.
     peak_live: per rank, the most micro-batches held, over its stages.
     peak_nbytes: per rank, the most bytes held for them; 0 without `nbytes`.
     """
@@ -56,6 +59,7 @@ class Timeline:
     transfers: tuple[Span, ...]
     seconds: float
     idle_seconds: tuple[float, ...]
+    message_seconds: tuple[float, ...]
     peak_live: tuple[int, ...]
     peak_nbytes: tuple[int, ...]
 
@@ -77,6 +81,7 @@ class Timeline:
             transfers=later(self.transfers),
             seconds=factor * self.seconds,
             idle_seconds=tuple(factor * x for x in self.idle_seconds),
+            message_seconds=tuple(factor * x for x in self.message_seconds),
         )
 
     def shared_seconds(self, ranks_per_processor: float) -> float:
@@ -124,7 +129,7 @@ def simulate(
     for rank, action in order:
         clock.play(rank, action)
     kept, freed = nbytes or {}, freed_nbytes or {}
-    seconds = max(clock.now)
+    seconds = clock.end()
     return Timeline(
         schedule=report.schedule,
         rows=tuple(map(tuple, clock.rows)),
@@ -133,6 +138,7 @@ def simulate(
         idle_seconds=tuple(
             seconds - math.fsum(s.end - s.start for s in spans) for spans in clock.rows
         ),
+        message_seconds=tuple(math.fsum(b - a for a, b in waits) for waits in clock.on_its_way),
         peak_live=report.peak_live,
         peak_nbytes=tuple(
             peak_held(row, lambda s: kept.get(s, 0), lambda s: freed.get(s, 0))
@@ -164,21 +170,47 @@ class _Clock:
         self.now = [0.0] * schedule.num_ranks
         self.rows: list[list[Span]] = [[] for _ in schedule.rows]
         self.transfers: list[Span] = []
+        self.sent: dict[Action, float] = {}
         self.arrival: dict[Action, float] = {}
+        # By rank, in order and apart: when it waits because a message is on its way.
+        self.on_its_way: list[list[tuple[float, float]]] = [[] for _ in schedule.rows]
         self.free: defaultdict[tuple[int, int], float] = defaultdict(float)
 
     def play(self, rank: int, action: Action) -> None:
         if action.kind == "S":
             stream = rank, self.schedule.rank_of(action.peer)
+            self.sent[action] = self.now[rank]
             start = max(self.now[rank], self.free[stream])
             end = self.free[stream] = self.arrival[action] = start + self._moving(action)
             self.transfers.append(Span(action, start, end))
         elif action.kind == "R":
-            self.now[rank] = max(self.now[rank], self.arrival[action.counterpart])
+            begin, end = self.now[rank], self.arrival[action.counterpart]
+            if end > begin:
+                made = max(begin, self.sent[action.counterpart])
+                self._wait(rank, self.schedule.rank_of(action.peer), begin, made)
+                if end > made:
+                    self.on_its_way[rank].append((made, end))
+                self.now[rank] = end
         else:
             end = self.now[rank] + self._seconds(action)
             self.rows[rank].append(Span(action, self.now[rank], end))
             self.now[rank] = end
+
+    def end(self) -> float:
+        """When all ranks have ended; the others wait for the last."""
+        last = max(range(len(self.now)), key=lambda rank: self.now[rank])
+        for rank, now in enumerate(self.now):
+            self._wait(rank, last, now, self.now[last])
+        return self.now[last]
+
+    def _wait(self, rank: int, other: int, begin: float, end: float) -> None:
+        """`rank` waits for what `other` does, who may wait for a message itself."""
+        theirs = self.on_its_way[other]
+        for start, stop in theirs[max(0, bisect(theirs, (begin,)) - 1) :]:
+            if start >= end:
+                break
+            if stop > begin:
+                self.on_its_way[rank].append((max(start, begin), min(stop, end)))
 
     def _moving(self, send: Action) -> float:
         if not isinstance(self.transfer_seconds, Mapping):

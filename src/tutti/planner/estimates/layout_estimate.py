@@ -33,6 +33,7 @@ from tutti.pipeline.timed import Timed
 from tutti.planner.estimates.graph_clock import (
     COMPUTE,
     IDLE,
+    MESSAGES,
     SHARED,
     GraphClock,
     Playback,
@@ -53,7 +54,8 @@ from tutti.torch_private.pytrees import tree_leaves
 class Estimate:
     """A step under `layout`, predicted.
 
-    seconds: of a step. kinds: of the busiest rank, seconds by kind: compute, collectives, messages, idle.
+    seconds: of a step. kinds: of the busiest rank, seconds by kind: compute, collectives, messages (those for
+    which the ranks of a pipeline wait), idle.
     hidden_seconds: of collectives beside compute. nbytes: sent by a rank, by link (`inside`, `between`).
     peak_nbytes: of the rank that holds most. memory: its kinds, if the whole program was at hand.
     timeline: of a pipeline.
@@ -226,7 +228,10 @@ class _ProgramEstimate:
         last = max(after.seconds for _, _, after in played)
         whole = first + timeline.seconds + last
         # It waits within the schedule, and for ranks with longer parts before and after.
-        total.kinds[IDLE] += max(0.0, whole - total.seconds)  # type: ignore[assignment]
+        waiting = max(0.0, whole - total.seconds)
+        for_messages = min(waiting, timeline.message_seconds[busiest])
+        total.kinds[MESSAGES] += for_messages  # type: ignore[assignment]
+        total.kinds[IDLE] += waiting - for_messages  # type: ignore[assignment]
         total.seconds = whole
         for pipe_rank, body in enumerate(bodies):
             sent = _sent_nbytes(made, body, pipe_rank) if body else 0
