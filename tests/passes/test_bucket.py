@@ -52,6 +52,21 @@ def test_reductions_before_and_after() -> None:
     ]
 
 
+@pytest.mark.parametrize("large_last", [False, True])
+def test_joined_collectives_have_the_region_of_the_largest(large_last: bool) -> None:
+    b = Builder()
+    x, y = b.given("batch.0", 4, 4, kind="batch"), b.given("batch.1", 40, 4, kind="batch")
+    sums = []
+    for value, region in [(x, "forward"), (y, "update")][:: 1 if large_last else -1]:
+        shape = tuple(value.meta["val"].shape)
+        sums.append(b.call(collectives.all_reduce, value, HERE, "sum", shape=shape))
+        sums[-1].meta["region"] = region
+    graph = b.done([], sums)
+    assert bucket(graph, APART, MESH) == 1
+    (joined,) = (n for n in graph.nodes if n.target is collectives.together)
+    assert joined.meta["region"] == "update"
+
+
 def test_what_needs_another_s_result_stays_behind_it() -> None:
     graph = _reductions(chained=True)
     assert bucket(graph, APART, MESH) == 0

@@ -38,9 +38,9 @@ def write(folder: Path, pid: int, more: list[dict[str, Any]]) -> None:
     (folder / f"rank-{pid}.json").write_text(json.dumps({"traceEvents": every + more}))
 
 
-def rows(text: str) -> list[list[str]]:
+def rows(text: str, num: int = 4) -> list[list[str]]:
     """The cells of the table."""
-    return [re.split(r"  +", line) for line in text.splitlines()[-4:]]
+    return [re.split(r"  +", line) for line in text.splitlines()[-num:]]
 
 
 def test_means_over_calls_and_ranks(tmp_path: Path) -> None:
@@ -54,6 +54,29 @@ def test_means_over_calls_and_ranks(tmp_path: Path) -> None:
         ["0.2", "20 %", "1", "all_gather over data, 4 kB", "model.py:9 backward"],
         ["0.4", "40 %", "between ops"],
     ]
+
+
+def test_a_message_within_an_op_counts_once(tmp_path: Path) -> None:
+    """A send within the op that posts the value; the rows and the rest are the step."""
+    for pid in range(2):
+        write(tmp_path, pid, [])
+    outer = [event("post forward", "forward", 600.0, 300.0, pid=0, line="a.py:1")]
+    inner = [event("send F0 to stage 1", "collective", 650.0, 240.0, pid=0, line="a.py:1")]
+    write(tmp_path, 0, outer + inner)
+    found = {row[3]: float(row[0]) for row in rows(trace_summary(tmp_path), 6)[1:-1]}
+    assert found["post forward"] == 60.0 / 4000
+    assert found["send F0 to stage 1"] == 240.0 / 4000
+    assert float(rows(trace_summary(tmp_path), 6)[-1][0]) == 0.4 - 0.3 / 4
+
+
+def test_a_joined_collective_says_of_how_many_tensors(tmp_path: Path) -> None:
+    shown = {"line": "a.py:1", "axes": "data", "nbytes": 8000}
+    joined = event("all_reduce", "collective", 600.0, 200.0, 0, region="update", tensors=3, **shown)
+    alone = event("all_reduce", "collective", 900.0, 20.0, 0, region="update", tensors=1, **shown)
+    write(tmp_path, 0, [joined, alone])
+    text = trace_summary(tmp_path)
+    assert "all_reduce of 3 tensors over data, 4 kB  a.py:1 update" in text
+    assert "all_reduce over data, 4 kB               a.py:1 update" in text
 
 
 def test_other_files_of_the_folder_are_no_traces(tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ now = time.perf_counter_ns
 _OWN = re.compile(r"(rank|worker|server)-[\d.]+\.json")
 _START = "start "
 _PERIOD = 10**16  # nanoseconds, 115 days
+# Collectives of several values: their kind, the values.
+_SEVERAL = (collectives.together, collectives.together_, collectives.start)
 _COMMUNICATES = (
     *(*collectives.COLLECTIVES, *collectives.JOINED, collectives.finish),
     *(collectives.send, collectives.receive),
@@ -246,13 +248,15 @@ def _note(node: fx.Node, at: dict[fx.Node, int]) -> OpNote:
     if axes := collectives.axes_of(node):
         shown["axes"] = "+".join(axes)
     shown["nbytes"] = _nbytes(node)
+    if node.target in _SEVERAL:
+        shown["tensors"] = len(node.args[1])  # type: ignore[arg-type]
     return OpNote(_collective_name(node), "collective", shown)
 
 
 def _collective_name(node: fx.Node) -> str:
     if node.target is collectives.start:
         return f"{_START}{node.args[0]}"
-    if node.target in (collectives.together, collectives.together_):
+    if node.target in _SEVERAL:
         return str(node.args[0])
     return op_name(node)
 

@@ -239,7 +239,8 @@ def _join(graph: fx.Graph, one: _Bucket, gathers: bool) -> None:
         made = graph.call_function(
             collectives.together, (kind, [n.args[0] for n in nodes], axes, wheres, op)
         )
-    made.meta = {k: lead.meta[k] for k in NOTES if k in lead.meta}
+    largest = max(nodes, key=lambda node: _nbytes(node, gathers))
+    made.meta = {k: largest.meta[k] for k in NOTES if k in largest.meta}
     made.meta["val"] = [n.meta["val"] for n in nodes]
     after = made
     for i, node in enumerate(nodes):

@@ -16,6 +16,8 @@ from tutti.report.text_table import columns
 MOST_ROWS = 12
 # Categories of events that hold other events: a call, its loop, a micro-batch.
 _OUTER = ("step", "loop", "micro-batch")
+# Microseconds, of times that are written as large numbers.
+_ROUNDING = 0.01
 
 
 def trace_summary(folder: Path) -> str:
@@ -69,11 +71,13 @@ def _rows(
     times: dict[tuple[str, str, str], float] = defaultdict(float)
     counts: dict[tuple[str, str, str], int] = defaultdict(int)
     nbytes: dict[tuple[str, str, str], int] = defaultdict(int)
-    for e in inside:
+    for e, seconds in inside:
         shown = e["args"]
+        several = f" of {shown['tensors']} tensors" if shown.get("tensors", 1) > 1 else ""
         over = f" over {shown['axes']}" if "axes" in shown else ""
-        key = (e["name"] + over, str(shown.get("line", "")), str(shown.get("region", "")))
-        times[key] += e["dur"]
+        name = f"{e['name']}{several}{over}"
+        key = (name, str(shown.get("line", "")), str(shown.get("region", "")))
+        times[key] += seconds
         counts[key] += 1
         nbytes[key] += shown.get("nbytes", 0)
     each = len(calls)
@@ -102,8 +106,9 @@ def _share(microseconds: float, whole: float) -> tuple[str, str]:
 
 def _inside(
     events: Iterable[Mapping[str, Any]], calls: list[Mapping[str, Any]]
-) -> list[Mapping[str, Any]]:
-    """The innermost events of the calls: ops, and messages between pipeline ranks."""
+) -> list[tuple[Mapping[str, Any], float]]:
+    """The ops of the calls and the messages between pipeline ranks, each with its own microseconds: those of
+    an event within it, such as a message within the op that posts it, are left out."""
     spans: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for call in calls:
         spans[call["pid"]].append((call["ts"], call["ts"] + call["dur"]))
@@ -111,4 +116,23 @@ def _inside(
     for e in events:
         if e["cat"] not in _OUTER and any(begin <= e["ts"] < end for begin, end in spans[e["pid"]]):
             found.append(e)
-    return found
+    return _own_times(found)
+
+
+def _own_times(events: list[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], float]]:
+    own = [e["dur"] for e in events]
+    order = sorted(range(len(events)), key=lambda k: (events[k]["pid"], events[k]["ts"], -own[k]))
+    around: list[int] = []
+    for k in order:
+        one = events[k]
+        while around and not _holds(events[around[-1]], one):
+            around.pop()
+        if around:
+            own[around[-1]] -= one["dur"]
+        around.append(k)
+    return [(e, max(0.0, seconds)) for e, seconds in zip(events, own, strict=True)]
+
+
+def _holds(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
+    end = outer["ts"] + outer["dur"]
+    return outer["pid"] == inner["pid"] and inner["ts"] + inner["dur"] <= end + _ROUNDING
