@@ -31,6 +31,7 @@ from tutti.execution.measure import peak_nbytes
 from tutti.graph.analysis.scratch import borrowed
 from tutti.graph.analysis.storage import Storages
 from tutti.hardware.cluster import Cluster
+from tutti.job import Job
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.passes.bucket import BUCKET_NBYTES
@@ -40,7 +41,9 @@ from tutti.pipeline.ready import in_time
 from tutti.planner.estimates.layout_estimate import estimate
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.memory import predict, predict_pipe_ranks
+from tutti.planning.candidate_programs import CandidatePrograms
 from tutti.propagate.plan import plan
+from tutti.report.collective_records import num_sent
 from ways import GLOO, by
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -319,6 +322,28 @@ def hand_made() -> Program:
             node.meta |= {"val": torch.empty(10, 10), "region": "forward", "source": f"{target}"}
         graph.output(([node], []))
     return cast(Program, SimpleNamespace(graph=graph, captured=SimpleNamespace(mode=mode)))
+
+
+def sum_of_squares_step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
+    loss = model(x).square().sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def test_buffers_of_several_values_are_named_so() -> None:
+    """Gradients of three weights of 1 MB in one block of shared memory."""
+    layers = (nn.Linear(512, 512, bias=False) for _ in range(3))
+    model = nn.Sequential(*layers)
+    job = Job.of(sum_of_squares_step, model, torch.optim.SGD(model.parameters(), lr=0.1), Layout())
+    program = CandidatePrograms(job, (torch.randn(8, 512),)).program(Layout.parse("data=2"))
+    target = Target(donated=frozenset(program.captured.updated), shared=frozenset({("data",)}))
+    graph = optimized(program, target)
+    largest = predict(program, graph).largest[0]
+    assert (largest.name, largest.shape) == ("3 buffers in shared memory", ())
+    assert largest.nbytes == 3 * 4 * 512 * 512
+    assert len(program.collectives) > num_sent(graph) >= 1
 
 
 def test_views_share_and_in_place_ops_reuse() -> None:

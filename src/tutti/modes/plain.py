@@ -369,7 +369,8 @@ class OnRanks(Compiled[Execution]):
     def facts(self) -> dict[str, Any]:
         """The sharding of every tensor, memory, every collective and its cause, the schedule."""
         execution = self.execution
-        return program_facts(self.program, execution.timed) | {"memory": self.memory_facts()}
+        made = program_facts(self.program, execution.timed, execution.graph)
+        return made | {"memory": self.memory_facts()}
 
     def memory_facts(self) -> dict[str, Any]:
         """The predicted memory of this rank."""

@@ -162,7 +162,8 @@ class OnWorker(Compiled[Worked]):
     def facts(self) -> dict[str, Any]:
         """The variables and their servers; memory and collectives of a worker."""
         worked, layout = self.execution, self.mode.job.layout
-        made = program_facts(self.program, worked.timed) | {"memory": self.memory_facts()}
+        made = program_facts(self.program, worked.timed, worked.graph)
+        made |= {"memory": self.memory_facts()}
         return made | {"layout": str(layout), "servers": server_facts(worked.split, layout)}
 
     def memory_facts(self) -> dict[str, Any]:

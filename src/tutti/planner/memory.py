@@ -23,6 +23,7 @@ from tutti.graph.analysis.scratch import borrowed
 from tutti.graph.analysis.state import is_state
 from tutti.graph.analysis.storage import StorageBlock, Storages
 from tutti.graph.edits.edit import RECOMPUTED, source_of
+from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import loop
 from tutti.graph.text import op_name
 from tutti.partition.partition import Program
@@ -37,7 +38,10 @@ NUM_LARGEST = 5
 
 @dataclass(frozen=True)
 class Held:
-    """A value held at the peak: its name, local shape, bytes, kind and the user's line."""
+    """A value held at the peak: its name, local shape, bytes, kind and the user's line.
+
+    Buffers of several values in one block count as one, without a shape.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -147,6 +151,8 @@ class _Kinds:
             for block in blocks:
                 if isinstance(node.meta.get("val"), Tensor):
                     self.values.setdefault(block, node)
+        buffers = [n for n in storages.of if n.target is collectives.buffer]
+        self.num_buffers = Counter(block for n in buffers for block in storages.of[n])
 
     def of(self, block: StorageBlock | HeldMemory) -> str:
         node = block.node
@@ -170,6 +176,9 @@ class _Kinds:
     def held(self, block: StorageBlock | HeldMemory) -> Held:
         """The first value in the block, in words."""
         node = block.node
+        if isinstance(block, StorageBlock) and (num := self.num_buffers[block]) > 1:
+            name = f"{num} buffers in shared memory"
+            return Held(name, (), block.nbytes, self.of(block), source_of(node))
         if isinstance(block, StorageBlock):
             node = self.values.get(block, node)
         val = node.meta.get("val")

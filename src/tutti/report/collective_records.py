@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from tutti.costs.graph_seconds import collective_call
 from tutti.graph import text
 from tutti.graph.edits.edit import source_of
 from tutti.graph.ops import collectives
@@ -66,6 +67,19 @@ def _with_times(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
             plays = Counter((do.stage, do.kind) for do in body.row if not do.way)
             for key, part in body.parts.items():
                 yield from ((n, plays[key] * times) for n, times in _with_times(part.graph))
+
+
+def num_sent(graph: fx.Graph) -> int:
+    """How many collectives a final graph carries out in a step, joined ones as one."""
+    count = 0
+    for node in graph.nodes:
+        if node.target is loop:
+            body: Any = node.args[0]
+            parts = [part for part in body.played if part is not None]
+            count += sum(num_sent(p.graph if p.adding is None else p.adding) for p in parts)
+        elif node.target is not collectives.meet:
+            count += collective_call(node) is not None
+    return count
 
 
 def _record(program: Program, node: fx.Node) -> Record:

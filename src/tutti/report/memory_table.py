@@ -23,7 +23,13 @@ def memory_text(memory: PeakMemory, measured: int | None = None) -> str:
     if measured is not None:
         call += f"; measured {format_nbytes(measured)}"
     rows = [
-        (h.name, h.kind, str(list(h.shape)), format_nbytes(h.nbytes), os.path.basename(h.source))
+        (
+            h.name,
+            h.kind,
+            str(list(h.shape) or ""),
+            format_nbytes(h.nbytes),
+            os.path.basename(h.source),
+        )
         for h in memory.largest
     ]
     head = ("largest then", "kind", "shape", "bytes", "made at")

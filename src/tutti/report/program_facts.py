@@ -6,21 +6,24 @@ import math
 import os
 from typing import Any
 
+from torch import fx
+
 from tutti.layout import Mesh, Sharding
 from tutti.partition.partition import Program
 from tutti.pipeline.timed import Timed
 from tutti.planner.stages import forecast
-from tutti.report.collective_records import Record, dtype_text, records
+from tutti.report.collective_records import Record, dtype_text, num_sent, records
 from tutti.report.explanation import sharding_text
 
 MOST_TENSORS, MOST_SPANS = 20_000, 4_000
 
 
-def program_facts(program: Program, made: Timed | None) -> dict[str, Any]:
+def program_facts(program: Program, made: Timed | None, graph: fx.Graph | None) -> dict[str, Any]:
     """The mesh, every tensor, every kind of collective, the schedule, the ops without a rule.
 
-    `made` is the program split in time, if it is.
+    `made` is the program split in time, if it is; `graph` the final one of this rank, if it is known.
     """
+    staged = made is not None and len(made.programs) > 1
     mesh = program.layout.mesh
     return {
         "layout": str(program.layout),
@@ -28,6 +31,8 @@ def program_facts(program: Program, made: Timed | None) -> dict[str, Any]:
         "tensors": _tensors(program, made),
         "batch": _batch(program),
         "collectives": _collectives(program, made),
+        # The records of a pipeline are those of all its ranks, and the graph is of one.
+        "num_sent": num_sent(graph) if graph is not None and not staged else None,
         "pipeline": _pipeline(made) if made is not None else None,
         "fallbacks": list(program.fallbacks),
     }

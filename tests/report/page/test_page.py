@@ -372,6 +372,32 @@ def test_the_command(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir() if "draft" in p.name] == []
 
 
+def test_joined_collectives_are_counted_as_sent(tmp_path: Path) -> None:
+    shown = facts(
+        state_of_layers(1, 2), collectives=[collective("model.py:12", count=29)], num_sent=3
+    )
+    write_lines(tmp_path / "rank-0.jsonl", [begin(), step(), program(shown), points(5, loss=0.5)])
+    assert "29 collectives, joined into 3 exchanges, 4.1 kB a step, from 1 line." in page_of(
+        tmp_path
+    )
+
+
+def test_a_pipeline_without_collectives_has_its_messages(tmp_path: Path) -> None:
+    messages = [
+        {"from": 0, "to": 1, "nbytes": 2000, "times": 4, "line": "model.py:3"},
+        {"from": 1, "to": 0, "nbytes": 1000, "times": 4, "line": "model.py:3"},
+    ]
+    shown = facts(state_of_layers(1, 2), collectives=[])
+    shown["pipeline"] = {"num_micro": 4, "stages": [], "messages": messages}
+    write_lines(tmp_path / "rank-0.jsonl", [begin(), step(), program(shown), points(5, loss=0.5)])
+    found = Page(page_of(tmp_path)).tables("collectives")
+    rows = found["Messages between pipeline ranks, 12 kB a step"]
+    assert [(r["pipe"], r["times a step"], r["bytes a step"]) for r in rows] == [
+        ("0 to 1", "4", "8 kB"),
+        ("1 to 0", "4", "4 kB"),
+    ]
+
+
 def test_the_facts_on_the_page_are_those_of_the_records(tmp_path: Path) -> None:
     write_lines(
         tmp_path / "rank-0.jsonl",

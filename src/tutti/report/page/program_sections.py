@@ -48,7 +48,7 @@ def memory(run: RunRecords, facts: Event) -> Section | None:
     )
     blocks.append(_memory_table(run, facts, measured))
     rows = [
-        (h["name"], h["kind"], h["shape"], format_nbytes(h["nbytes"]), h["source"])
+        (h["name"], h["kind"], h["shape"] or "", format_nbytes(h["nbytes"]), h["source"])
         for h in own.get("largest", ())
     ]
     if rows:
@@ -94,14 +94,19 @@ def collectives(facts: Event, calls: Sequence[TracedCall]) -> Section | None:
     if "collectives" not in facts:
         return None
     found = sorted(facts["collectives"], key=lambda r: -r["nbytes"])
+    messages = _message_tables(facts)
     if not found:
-        return Section("collectives", "Collectives", (Words("The program has no collectives."),))
+        words = Words("The program has no collectives.")
+        return Section("collectives", "Collectives", (words, *messages))
     lines: dict[str, int] = {}
     for r in found:
         lines[r["line"]] = lines.get(r["line"], 0) + r["nbytes"]
     top = sorted(lines.items(), key=lambda entry: -entry[1])[:MOST_BARS]
     total = format_nbytes(sum(lines.values()))
-    told = f"{sum(r['count'] for r in found)} collectives, {total} a step, from {len(lines)} lines."
+    count, sent = sum(r["count"] for r in found), facts.get("num_sent")
+    joined = f", joined into {sent} exchanges" if sent and sent < count else ""
+    where = "1 line" if len(lines) == 1 else f"{len(lines)} lines"
+    told = f"{count} collectives{joined}, {total} a step, from {where}."
     bars = draw_bars(
         [(n or "no line", float(b), "s1") for n, b in top],
         "Bytes sent by line",
@@ -113,21 +118,27 @@ def collectives(facts: Event, calls: Sequence[TracedCall]) -> Section | None:
     ]
     blocks.append(_line_table(found, collective_seconds_by_line(calls) if calls else {}))
     blocks.append(_collective_table(found))
+    return Section("collectives", "Collectives", (*blocks, *messages))
+
+
+def _message_tables(facts: Event) -> list[Block]:
+    """The messages between pipeline ranks, if there are any."""
     messages = (facts.get("pipeline") or {}).get("messages")
-    if messages:
-        rows = [
-            (f"{m['from']} to {m['to']}", format_nbytes(m["nbytes"]), m["times"], m["line"])
-            for m in messages
-        ]
-        blocks.append(
-            table(
-                "Messages between pipeline ranks",
-                ("pipe", "bytes each time", "times a step", "made at"),
-                rows,
-                (1, 2),
-            )
+    if not messages:
+        return []
+    rows = [
+        (
+            f"{m['from']} to {m['to']}",
+            format_nbytes(m["nbytes"]),
+            m["times"],
+            format_nbytes(m["times"] * m["nbytes"]),
+            m["line"],
         )
-    return Section("collectives", "Collectives", tuple(blocks))
+        for m in messages
+    ]
+    total = format_nbytes(sum(m["times"] * m["nbytes"] for m in messages))
+    head = ("pipe", "bytes each time", "times a step", "bytes a step", "made at")
+    return [table(f"Messages between pipeline ranks, {total} a step", head, rows, (1, 2, 3))]
 
 
 def _line_table(found: Sequence[Mapping[str, Any]], seconds: Mapping[str, float]) -> Block:
