@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import forked
-from tutti.calibration import crowded_start, measurement
+from tutti.calibration import crowded_start, measurement, rank_measurement
+from tutti.errors import PlanError
 from tutti.planning import hardware_files
 
 SCRIPT = Path(__file__).parent / "quick_calibrate.py"
@@ -31,6 +32,14 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
     assert 1e-6 < cluster.device.probe_seconds.value < 0.1
     if 2 * (os.cpu_count() or 1) <= crowded_start._MOST_RANKS:
         assert cluster.topology.inside.crowded_start is not None
+
+
+def test_a_signal_ends_a_calibration_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher has printed a line; 130 and 143 are no failures of the processes."""
+    for code, error in ((130, SystemExit), (143, SystemExit), (1, PlanError)):
+        monkeypatch.setattr(rank_measurement, "launch", lambda *_, code=code: code)
+        with pytest.raises(error, match=str(code)):
+            rank_measurement.found_by_ranks(2, "x.py", 1.0)
 
 
 def test_what_an_exchange_of_ranks_that_take_turns_costs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,18 @@ def test_one_of_both_behind_the_script(script: str) -> None:
     assert arguments(script) == "arguments"
 
 
+def test_no_hint_at_an_option_that_the_script_names(script: str) -> None:
+    """In its own text, or in that of a module beside it."""
+    path, parser = Path(script), 'OPTIONS = ["--layout", "--lr"]\n'
+    path.with_name("own_options.py").write_text(parser)
+    for more in ("import own_options\n", parser):
+        path.write_text(f"{more}{SCRIPT}")
+        made = tutti("explain", script, *LAYOUT, "--graph")
+        assert made.exit_code == 0, made.output
+        assert arguments(script) == "arguments --layout data=2 --graph"
+        assert "--layout stands" not in made.stderr and "--graph stands" in made.stderr
+
+
 def test_a_hint_at_an_option_that_the_script_takes(script: str) -> None:
     made = tutti("explain", script, *LAYOUT, "--graph", "--lr", "0.1")
     assert made.exit_code == 0

@@ -23,6 +23,8 @@ from tutti.planning.speed_probe import SpeedProbe
 
 AXES = ("data",)
 SMALL_NBYTES = 64
+# The launcher's exit code after a signal is this and the signal's number.
+_SIGNALED = 128
 _MOST_ROUNDS, _ROUND_SECONDS = 5, 0.1
 
 
@@ -31,11 +33,14 @@ def found_by_ranks(count: int, script: str, seconds: float) -> list[dict[str, fl
 
     Raises:
         PlanError: the processes failed.
+        SystemExit: a signal ended them, of which the launcher has told.
     """
     with tempfile.TemporaryDirectory() as folder:
         layout = f"data={count}" if count > 1 else ""
         code = launch(count, script, [folder, str(seconds)], layout)
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+    if code > _SIGNALED:
+        raise SystemExit(code)
     if code or len(ranks) != count:
         raise PlanError("the calibration failed", why=f"its processes ended with {code}")
     return ranks

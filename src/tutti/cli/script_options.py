@@ -8,6 +8,7 @@ of the command.
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ IsModule = Annotated[
     bool, typer.Option("-m", help="SCRIPT is the name of a module, as with python -m.")
 ]
 
+_IMPORTED = re.compile(r"^\s*(?:from|import)\s+(\w[\w.]*)", re.MULTILINE)
 # The options without which a command does nothing with a script.
 _NEEDED = {"simulate": ("layout", "devices")}
 
@@ -52,8 +54,12 @@ class ScriptCommand(TyperCommand):
         return rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Run, after a hint at options behind the script."""
-        for option in self._behind(ctx):
+        """Run, after a hint at options behind the script that it does not seem to have."""
+        behind = self._behind(ctx)
+        texts = _own_texts(ctx.params["script"]) if behind else []
+        for option in behind:
+            if any(option in text for text in texts):
+                continue  # the script has an option of this name
             print(
                 f"tutti: {option} stands behind the script, which takes it; for tutti "
                 f"{ctx.info_name} put it before the script",
@@ -73,6 +79,22 @@ class ScriptCommand(TyperCommand):
         }
         words = (word.partition("=")[0] for word in ctx.params.get("script_args") or ())
         return [word for word in dict.fromkeys(words) if word in mine]
+
+
+def _own_texts(script: Script) -> list[str]:
+    """The text of a script, and of the modules beside it that it imports: they name the options it takes."""
+    folder, name = Path(script.folder), script.name
+    path = folder.joinpath(*name.split(".")).with_suffix(".py") if script.is_module else Path(name)
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return []
+    found = [text]
+    for module in dict.fromkeys(_IMPORTED.findall(text)):
+        beside = folder.joinpath(*module.split(".")).with_suffix(".py")
+        if beside.is_file():
+            found.append(beside.read_text(errors="replace"))
+    return found
 
 
 def _checked(script: Script, is_module: bool) -> Script:
