@@ -19,7 +19,7 @@ from tutti.layout import Mesh
 from tutti.passes.onednn import onednn
 from tutti.passes.pass_table import Setting
 from tutti.passes.target import Target
-from tutti.verification import verdict
+from tutti.pipeline import targets
 
 aten = torch.ops.aten
 HERE = Target(onednn=True)
@@ -204,7 +204,7 @@ def rewritten(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     "layout", ("data=2", "data=2 zero=3", "tensor=2", "micro=2", "pipe=2 micro=2")
 )
 def test_the_same_step(layout: str, rewritten: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdict, "is_faster", lambda: True)
+    monkeypatch.setattr(targets, "is_faster", lambda: True)
     model = wide()
     batch = (torch.randn(512, 96, generator=torch.Generator().manual_seed(0)),)
     same_step(squares, model, torch.optim.AdamW(model.parameters(), 1e-3), batch, layout)
