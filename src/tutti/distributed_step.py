@@ -245,7 +245,8 @@ class Step:
 
         As `tutti.whole(self.model)`: all ranks enter and leave together, and write the same values; or
         `rank` alone has them (`with step.whole(rank=0) as here:`). `step.whole().nbytes` is its additional
-        memory. `slots` makes the optimizer's slots whole, too.
+        memory. `slots` makes the optimizer's slots whole, too. References kept past the block are not the
+        live weights.
         """
         return Whole(self.model, rank=rank, slots=slots)
 

@@ -222,6 +222,9 @@ def whole(model: Any, *, rank: int | None = None, slots: bool = False) -> Whole:
             them: `with tutti.whole(model, rank=0) as here:`; the others still have shards.
         slots: the optimizers' slots too, for `optimizer.state_dict()`.
 
+    Sharded weights are shards again behind it. A reference to a whole one that is kept past the block is not
+    the live weight: steps do not change it, and writes into it are lost.
+
     Raises:
         TuttiError: at the end, if ranks have written different values, with the tensor's name; no rank
             takes over any then.
