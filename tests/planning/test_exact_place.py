@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from small_steps import step
 from tutti.hardware.cluster import Cluster
 from tutti.job import Job
 from tutti.layout import Layout
@@ -47,18 +46,10 @@ class Words(nn.Module):
         return x
 
 
-def train_step(model: Any, optimizer: Any, tokens: Tensor) -> Tensor:
-    loss = model(tokens).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-
-
 def estimates_of(depth: int, num_layouts: int) -> StepEstimates:
     with torch.device("meta"):
         model = Words(depth)
-    job = Job.of(train_step, model, torch.optim.AdamW(model.parameters()), Layout())
+    job = Job.of(step, model, torch.optim.AdamW(model.parameters()), Layout())
     batch = (torch.zeros(64, 128, dtype=torch.long),)
     return StepEstimates(job, batch, lambda _: MACHINE, num_layouts=num_layouts)
 
