@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stacks
@@ -130,6 +132,72 @@ def test_a_second_forward_with_weights_that_a_gradient_has_changed() -> None:
     error = refused(lambda: tutti.verify(step, model, optimizer, (torch.ones(8, 4),), "micro=2"))
     assert "a backward has made" in error.why and "SAM" in error.why
     assert "all_reduce" not in error.why and "BatchNorm" not in error.why + error.fix
+
+
+def by_module(model: Any, x: Tensor) -> Tensor:
+    return model(x)  # a call
+
+
+def by_weight(model: Any, x: Tensor) -> Tensor:
+    return F.linear(x, model[0].weight)  # a function
+
+
+@pytest.mark.parametrize("layout", ["micro=2", "pipe=2 micro=2"])
+@pytest.mark.parametrize(
+    ("again", "op", "line"),
+    [(by_module, "addmm in 0", "# a call"), (by_weight, "mm", "# a function")],
+)
+def test_a_forward_behind_the_update_without_gradients(
+    again: Any, op: str, line: str, layout: str
+) -> None:
+    def step(model: nn.Module, optimizer: Any, x: Tensor) -> Any:
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            return loss, again(model, x)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    error = refused(lambda: tutti.verify(step, model, optimizer, (torch.ones(8, 4),), layout))
+    assert error.what.endswith(f": {op} reads the result of an update") and line in error.at
+    assert "two calls of distribute" in error.fix
+
+
+def _langevin(model: Any, optimizer: Any, x: Tensor, *, joined: bool) -> Tensor:
+    """The samples move along gradients of their own; no weight changes."""
+    z = x.detach().clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(z).sum(), z)
+    z = (z - 0.1 * slope).detach()
+    of_x, of_z = model(torch.cat([x, z])).chunk(2) if joined else (model(x), model(z))
+    loss = of_z.mean() - of_x.mean() + of_x.square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def _joined(model: Any, optimizer: Any, x: Tensor) -> Tensor:
+    of_x, of_half = model(torch.cat([x, x / 2])).chunk(2)
+    loss = of_half.mean() - of_x.square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize("layout", ["micro=2", "pipe=2 micro=2"])
+@pytest.mark.parametrize("step", [partial(_langevin, joined=True), _joined])
+def test_two_batches_joined_in_one_call(step: Any, layout: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batch = (torch.randn(8, 4, dtype=torch.float64),)
+    error = refused(lambda: tutti.verify(step, model, optimizer, batch, layout))
+    assert "torch.cat([x" in error.at and "torch.cat along dim 0" in error.why
+    assert "MAML" not in error.why and "model(x) and model(z)" in error.fix
+    two = partial(_langevin, joined=False)
+    assert tutti.verify(two, model, optimizer, batch, layout).ok
 
 
 @BOTH

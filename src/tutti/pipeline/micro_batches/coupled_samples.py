@@ -21,7 +21,18 @@ def coupling(coupled: fx.Node, summed: fx.Node, op: str, at: str, num_micro: int
     """The error for the op `coupled`, which reads `summed` over the whole batch."""
     value = _named(summed.meta.get("value", summed))
     late = "over the whole batch, which would be known only after the last micro-batch"
-    if _takes_samples(coupled):
+    if _joins_samples(coupled) or (
+        _takes_samples(coupled) and any(map(_joins_samples, ancestors([summed])))
+    ):
+        why = (
+            f"it reads {value} {late}, behind or in a torch.cat along dim 0. A batch is split along dim 0: a "
+            "micro-batch would need rows of others"
+        )
+        fix = (
+            "a call for each tensor, model(x) and model(z), in place of model(torch.cat([x, z])).chunk(2); "
+            f"or leave micro={num_micro} out"
+        )
+    elif _takes_samples(coupled):
         why = (
             f"it takes samples out of {value} {late}. A batch is split along dim 0: a loop over its rows or "
             "chunks (for row in x, x[i], x.unbind(), x.split(n)) reads all of them, even if it computes each "
@@ -32,7 +43,7 @@ def coupling(coupled: fx.Node, summed: fx.Node, op: str, at: str, num_micro: int
             "torch.stack([torch.logsumexp(row, -1) for row in x]); two batches as two tensors; or leave "
             f"micro={num_micro} out"
         )
-    elif coupled.meta.get("region") == "forward" and _is_of_gradients(summed):
+    elif _reads_changed_weights(coupled, summed):
         why = (
             f"it reads a sum of {value} {late}, and that a backward has made: a second forward with weights "
             "that the gradient of the first one has changed (MAML, SAM) needs all samples of the first"
@@ -61,9 +72,19 @@ def _named(value: fx.Node) -> str:
     return f"{op_name(value)} ({source})" if source else op_name(value)
 
 
-def _is_of_gradients(summed: fx.Node) -> bool:
-    """Whether a sum depends on the values of a backward."""
+def _reads_changed_weights(coupled: fx.Node, summed: fx.Node) -> bool:
+    """Whether an op of a forward depends on the gradients of weights: sums over samples, of a backward.
+
+    The gradients of samples (Langevin dynamics) are no sums.
+    """
+    if coupled.meta.get("region") != "forward" or summed.target is collectives.all_gather:
+        return False
     return any(x.meta.get("region") == "backward" for x in ancestors([summed]))
+
+
+def _joins_samples(node: fx.Node) -> bool:
+    """Whether a node joins tensors along dim 0."""
+    return node.target is aten.cat.default and (len(node.args) < 2 or bool(node.args[1] == 0))
 
 
 def _takes_samples(node: fx.Node) -> bool:

@@ -34,7 +34,12 @@ from tutti.layout import Layout, Sharding
 from tutti.partition.partition import WITHOUT_RULE
 from tutti.pipeline.micro_batches.coupled_samples import coupling
 from tutti.pipeline.micro_batches.over_time import MICRO, sums_over_time, take_apart
-from tutti.pipeline.micro_batches.second_passes import in_words, reader_of_update, second_pass
+from tutti.pipeline.micro_batches.second_passes import (
+    in_words,
+    reader_of_update,
+    reads_new_weights,
+    second_pass,
+)
 from tutti.user_lines import quoted
 
 aten = torch.ops.aten
@@ -316,12 +321,13 @@ class _Sorter:
 
     def _refuse(self, node: fx.Node, summed: fx.Node) -> None:
         """Name the op that needs all samples at once, not its sum."""
+        read = summed
         while self.moments.when.get(summed) == AFTER and not sums_over_time(summed):
             summed = next(x for x in summed.all_input_nodes if self.moments.when[x] == AFTER)
         if self._may_precede(summed):
             raise _NeededBefore(summed)
         coupled = summed.meta.get("user") or node
-        reader = reader_of_update([node])
+        reader = reader_of_update([node]) or (node if reads_new_weights(node, read) else None)
         if reader is not None or self.num_micro == 1:
             raise second_pass(reader or coupled, self.num_micro)
         op, at = in_words(coupled), quoted(source_of(coupled))

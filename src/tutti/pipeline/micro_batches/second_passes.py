@@ -31,11 +31,21 @@ def reader_of_update(ends: Iterable[fx.Node]) -> fx.Node | None:
             continue
         moves = node.target in _MOVES
         reads = not updated.isdisjoint(node.all_input_nodes)
+        if reads and not moves and node.meta.get("module"):
+            return node  # no op of an optimizer: a forward behind the update, perhaps without gradients
         if node.meta.get("region") == "update" or (reads and moves):
             updated.add(node)
         elif reads and node.meta.get("region") in _PASSES:
             return node
     return None
+
+
+def reads_new_weights(node: fx.Node, value: fx.Node) -> bool:
+    """Whether a node of each micro-batch reads a new value of state: a forward behind the update."""
+    while value.target in _MOVES:
+        value = value.all_input_nodes[0]
+    behind = node.meta.get("region") == value.meta.get("region") == "update"
+    return behind and any(user.op == "output" for user in value.users)
 
 
 def in_words(node: fx.Node) -> str:
