@@ -14,6 +14,7 @@ from tutti.layout import Layout
 from tutti.planner.estimates.layout_estimate import Estimate, estimate
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.search.ranking import ranked
+from tutti.planning import step_estimates
 from tutti.planning.candidate_programs import CandidatePrograms
 from tutti.planning.step_estimates import StepEstimates
 
@@ -79,3 +80,32 @@ def test_pieces_of_a_deep_model_have_it(layout: Layout) -> None:
     among = found(estimates_of(6, 10**6), ONE_BY_TWO, TWO_BY_TWO)[str(layout)]
     assert among.seconds == alone.seconds
     assert among.peak_nbytes == alone.peak_nbytes
+
+
+@pytest.mark.parametrize("depth, num_layouts", [(1, 1), (6, 10**6)])
+def test_another_process_says_which_placement_it_took(
+    depth: int, num_layouts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process takes the layouts without `tensor`; another one shares a placement among the rest."""
+    layouts = (ONE_BY_TWO, TWO_BY_TWO, Layout.parse("data=2"))
+    alone = found(estimates_of(depth, num_layouts), *layouts)
+    monkeypatch.setattr(step_estimates, "num_processes", lambda *_, **__: 2)
+    parts = [layouts[2:], layouts[:2]]
+    monkeypatch.setattr(step_estimates, "divided", lambda *_: parts)
+    monkeypatch.setattr(step_estimates, "SharedGroups", lambda _: Parts(parts))
+    estimates = estimates_of(depth, num_layouts)
+    order, ask = estimates.of_many(layouts)
+    made = ranked(order, ask, float("inf"), refined=estimates.refinement)
+    shared = {row.layout: row.estimate for row in made.rows}
+    assert {x: e.seconds for x, e in shared.items()} == {x: e.seconds for x, e in alone.items()}
+
+
+class Parts:
+    """In place of groups that processes take in any order."""
+
+    def __init__(self, groups: list[tuple[Layout, ...]]) -> None:
+        self.groups = groups
+        self._left = iter(groups)
+
+    def taken(self) -> tuple[Layout, ...]:
+        return next(self._left)

@@ -35,7 +35,7 @@ def estimate(layout: Layout) -> Any:
 
 
 def outcome(layout: Layout) -> Any:
-    return outcome_of(layout, estimate, {})
+    return outcome_of(layout, estimate, {}, lambda _: {})
 
 
 def test_groups_of_a_deep_model_are_kinds_and_the_longest_come_first() -> None:

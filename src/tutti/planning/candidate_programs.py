@@ -6,7 +6,7 @@ A capture does not depend on the layout; propagation and partition do.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -155,12 +155,11 @@ class CandidatePrograms:
             own, small = (self._place(captured, layout, dims, s) for s in (False, True))
         return None if own == small else dict(small["found"])
 
-    def is_placed_otherwise(self, layout: Layout) -> bool:
-        """Whether a run under the layout finds another placement than `program` has without `exact`."""
+    def placement(self, layout: Layout, *, exact: bool = False) -> Mapping[str, Any]:
+        """The arguments of `plan` that `program` takes for a layout's placement, in text."""
         captured, dims = self.captured(layout.precision), self.job.dims(self.batch)
         with _quiet():
-            near, own = (self._place(captured, layout, dims, False, exact=e) for e in (False, True))
-        return near != own
+            return self._place(captured, layout, dims, False, exact=exact)
 
     def _place(
         self,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,8 +31,19 @@ _MOST_PROCESSES = 16
 # Of a deep model: programs that a search for a placement writes for each axis that it splits weights over.
 _PROGRAMS_OF_SEARCH = 15
 _WIDTH = 2  # bytes of a group's number: a pipe holds 32,768 of them
-# An estimate and its placement of least memory, if it has one; or why the step does not allow the layout.
-Outcome = tuple[Estimate, Mapping[str, str] | None] | LayoutError | ShardingError | ScheduleError
+
+
+class Estimated(NamedTuple):
+    """An estimate that another process can read; its placement of least memory, if it has that one; and else
+    the placement that it shares with layouts of the same axes."""
+
+    estimate: Estimate
+    smallest: Mapping[str, str] | None
+    near: Mapping[str, Any]
+
+
+# Of a layout: its estimate, or why the step does not allow it.
+Outcome = Estimated | LayoutError | ShardingError | ScheduleError
 
 
 def num_processes(layouts: Sequence[Layout], *, composed: bool) -> int:
@@ -171,10 +182,11 @@ def outcome_of(
     layout: Layout,
     estimate: Callable[[Layout], Estimate],
     found: Mapping[Layout, Mapping[str, str]],
+    near: Callable[[Layout], Mapping[str, Any]],
 ) -> Outcome:
     """The outcome of one layout, in a form that another process can read."""
     try:
         made = estimate(layout)
     except (LayoutError, ShardingError, ScheduleError) as error:
         return error
-    return made, found.get(layout)
+    return Estimated(made, found.get(layout), near(layout))

@@ -99,6 +99,8 @@ class StepEstimates:
         self._least = None if every else LeastPeaks(capacity)
         # Placements of least memory, of the layouts that need them.
         self.found: dict[Layout, dict[str, str]] = {}
+        # Placements of the estimates of other processes.
+        self._theirs: dict[Layout, Mapping[str, Any]] = {}
         self._on_processors = machine(job.layout).shares_memory
         self._programs = self._candidates()
 
@@ -127,8 +129,7 @@ class StepEstimates:
             return made, made.peak_nbytes
         if made.peak_nbytes > ways * self._capacity:
             return made, made.peak_nbytes / ways  # too much, even if all of it were split
-        programs = self._short_programs if self._is_composed else self._programs
-        if (found := programs.smallest_place(layout)) is None:
+        if (found := self._placing.smallest_place(layout)) is None:
             return made, made.peak_nbytes
         smaller = self._estimate(layout, refined=False, smallest=True)
         if smaller.peak_nbytes > self._capacity:
@@ -166,7 +167,7 @@ class StepEstimates:
             return {key: blocks for key, blocks in self._blocks.items() if key not in before}
 
         def outcome(layout: Layout) -> Outcome:
-            return outcome_of(layout, self, self.found)
+            return outcome_of(layout, self, self.found, self._near)
 
         others = [OtherProcess(part, outcome, new_blocks) for part in parts]
         theirs = dict.fromkeys(layouts)  # until this process takes them
@@ -185,9 +186,10 @@ class StepEstimates:
                 return self(layout)
             if isinstance(known, Exception):
                 raise known
-            if known[1] is not None:
-                self.found[layout] = dict(known[1])
-            return known[0]
+            if known.smallest is not None:
+                self.found[layout] = dict(known.smallest)
+            self._theirs[known.estimate.layout] = known.near
+            return known.estimate
 
         def in_order() -> Iterator[Layout]:
             for layout in own:
@@ -209,7 +211,7 @@ class StepEstimates:
             return self._estimate(layout, refined=True, smallest=layout in self.found)
         if isinstance(known, Exception):
             raise known
-        return known[0]
+        return known.estimate
 
     def paced(self, made: Estimate) -> Estimate:
         """The estimate at the machine's speed over all of them; asked for when each layout has its first."""
@@ -221,7 +223,7 @@ class StepEstimates:
         own, *parts = divided(layouts, most_processes())
 
         def outcome(layout: Layout) -> Outcome:
-            return outcome_of(layout, self.refined, self.found)
+            return outcome_of(layout, self.refined, self.found, self._near)
 
         others = [OtherProcess(part, outcome) for part in parts]
         found = {layout: outcome(layout) for layout in own}
@@ -260,10 +262,20 @@ class StepEstimates:
 
     def _is_placed_otherwise(self, layout: Layout) -> bool:
         """Whether a run finds another placement than that of the first estimate."""
-        if layout in self.found or max(layout.axes.get(a, 1) for a in AXES_FOUND) == 1:
+        if layout in self.found or not _is_searched(layout):
             return False
-        programs = self._short_programs if self._is_composed else self._programs
-        return programs.is_placed_otherwise(layout)
+        return self._placing.placement(layout, exact=True) != self._near(layout)
+
+    def _near(self, layout: Layout) -> Mapping[str, Any]:
+        """The placement of a layout's first estimate, which it shares with layouts of the same axes."""
+        if not _is_searched(layout):
+            return {}
+        known = self._theirs.get(layout)
+        return self._placing.placement(layout) if known is None else known
+
+    @property
+    def _placing(self) -> CandidatePrograms:
+        return self._short_programs if self._is_composed else self._programs
 
     @property
     def composes_modules(self) -> bool:
@@ -412,6 +424,11 @@ class StepEstimates:
         if first is None or first.is_floating_point() or first.dim() < 2:
             return 0
         return first.shape[0] * first.shape[1]
+
+
+def _is_searched(layout: Layout) -> bool:
+    """Whether a run under the layout searches for a placement."""
+    return max(layout.axes.get(a, 1) for a in AXES_FOUND) > 1
 
 
 def _has_bytes(layout: Layout) -> bool:
