@@ -25,10 +25,12 @@ ON_TWO = [
     ("resnet", "data=2 zero=3"),
     ("lstm", "data=2"),
     ("scheduler", "data=2 zero=1"),
+    ("gpt", "seq=2 zero=1"),
 ]
 ON_FOUR = [
     ("gpt_tied", "data=2 tensor=2 zero=3"),
     ("gpt_tied", "data=2 seq=2"),
+    ("llama", "data=2 seq=2 zero=3"),
 ]
 # A smooth model: in float32 a ReLU that rounding flips moves losses by more than a mistake may.
 NARROW, OF_NARROW = "scheduler", ("tensor=2", "data=2 zero=2")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tutti.errors import LayoutError
 from tutti.layout import Layout
-from tutti.layout.layout import AXES, PRECISIONS, SCHEDULES
+from tutti.layout.layout import AXES, PRECISIONS, SCHEDULES, ZERO_AXES
 
 
 def error(text: str) -> str:
@@ -21,7 +21,7 @@ def error(text: str) -> str:
 def layouts(draw: st.DrawFn) -> Layout:
     chosen = draw(st.lists(st.sampled_from(AXES), unique=True))
     axes = {a: draw(st.integers(1, 8)) for a in AXES if a in chosen}
-    zero = draw(st.integers(0, 3)) if axes.get("data", 1) > 1 else 0
+    zero = draw(st.integers(0, 3)) if max(axes.get(a, 1) for a in ZERO_AXES) > 1 else 0
     return Layout(
         axes=axes,
         zero=zero,
@@ -192,6 +192,7 @@ def test_what_this_version_runs_is_available(text: str) -> None:
         ("data=4 zero=1", 1, ""),
         ("tensor=2", 6, "data=3 tensor=2"),
         ("data=2 seq=2 tensor=3", 6, "seq=2 tensor=3"),
+        ("data=2 seq=2 zero=3", 2, "seq=2 zero=3"),
     ],
 )
 def test_a_wrong_number_of_ranks_and_the_nearest_layout(

@@ -141,6 +141,8 @@ TEXTBOOK = [
     ("8, 12 {partial data tensor}", "8, 12", ["all_reduce"], 144.0),
     ("8@data, 12 {partial tensor}", "8@data, 12@tensor", ["reduce_scatter"], 24.0),
     ("8@data, 12 {partial tensor}", "8@data+tensor, 12", ["reduce_scatter"], 24.0),
+    ("8, 12 {partial data tensor}", "8@data+tensor, 12", ["reduce_scatter"], 72.0),
+    ("8, 12 {partial data tensor}", "8@tensor+data, 12", ["reduce_scatter"], 72.0),
     ("8@data, 12@tensor", "8@data, 12@tensor", [], 0.0),
     ("8@data, 12", "8@data+tensor, 12", ["shard"], 0.0),
 ]

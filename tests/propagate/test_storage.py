@@ -36,6 +36,28 @@ CHOICES = [
 ]
 
 
+# `zero` cuts over both axes of the batch, else over the larger one that divides.
+OVER_BOTH = [
+    ((8, 64), "-, -", "8@data+seq, 64"),
+    ((4, 24), "-, -", "4, 24@data+seq"),
+    ((16, 64), "tensor, -", "16@tensor+data+seq, 64"),
+    ((4, 6), "-, -", "4@data, 6"),
+    ((6, 4), "-, -", "6, 4@data"),
+    ((6,), "-", "6@seq"),
+    ((16, 8), "seq, -", "16@seq+data, 8"),
+    ((5,), "-", None),
+]
+
+
+@pytest.mark.parametrize(("shape", "compute", "stored"), OVER_BOTH)
+def test_zero_cuts_over_the_axes_of_the_batch(
+    shape: tuple[int, ...], compute: str, stored: str | None
+) -> None:
+    mesh = Mesh.parse("data=4 seq=2 tensor=2")
+    found = with_zero(Sharding.parse(compute, shape), mesh)
+    assert (None if found is None else str(found)) == stored
+
+
 @pytest.mark.parametrize(("shape", "compute", "stored"), CHOICES)
 def test_the_dim_that_zero_cuts(shape: tuple[int, ...], compute: str, stored: str | None) -> None:
     found = with_zero(Sharding.parse(compute, shape), MESH)

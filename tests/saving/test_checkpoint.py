@@ -58,6 +58,13 @@ def test_dropout_goes_on_with_the_masks_of_an_uninterrupted_run(
         check_goes_on(one, found)
 
 
+def test_parts_over_the_sequence_go_on_over_the_samples(ranks: Ranks, tmp_path: Path) -> None:
+    path, one = str(tmp_path / "saved"), uninterrupted(ranks, "llama")
+    one.run(runs.train_and_save, "llama", "seq=2 zero=3", BEFORE, path, n=2)
+    for found in one.run(runs.resume, "llama", "data=2 zero=1", AFTER, path, n=2):
+        check_goes_on(one, found)
+
+
 def load_after_a_step(name: str, layout: str, path: str) -> list[float]:
     """As `resume`, but of a step that has run: its state is in shards already."""
     play = runs.prepare(name, layout)

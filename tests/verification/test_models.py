@@ -34,7 +34,10 @@ MIXED = (
     ("data=2 seq=2 tensor=2",),
     ("data=2 seq=2 tensor=2", "data=2 tensor=2 zero=3"),
 )
-ALONE = (("gpt_tied", "seq=2"), ("gpt", "tensor=2"), ("llama", "data=2 tensor=4"))
+ALONE = (
+    *(("gpt_tied", "seq=2"), ("gpt", "tensor=2"), ("llama", "data=2 tensor=4")),
+    *(("gpt_tied", "seq=2 zero=3"), ("llama", "data=2 seq=2 zero=2"), ("bert", "seq=4 zero=1")),
+)
 VARIANTS = ("data=2", "data=2 zero=1", "data=2 zero=3", "data=2 tensor=2")
 # Adafactor, which reads whole tensors, meets all of them; the others work entry by entry, and meet two.
 OF_OPTIMIZERS = (

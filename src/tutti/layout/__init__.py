@@ -1,6 +1,6 @@
 """Meshes of ranks, shardings of tensors, and the text of a layout."""
 
-from tutti.layout.layout import AXES, Layout, split_order
+from tutti.layout.layout import AXES, ZERO_AXES, Layout, split_order
 from tutti.layout.mesh import Mesh
 from tutti.layout.sharding import (
     Dim,
@@ -15,6 +15,7 @@ from tutti.layout.sharding import (
 
 __all__ = [
     "AXES",
+    "ZERO_AXES",
     "split_order",
     "Dim",
     "Layout",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
@@ -14,9 +15,11 @@ from tutti.layout.mesh import Mesh
 
 # Outermost first: ranks that differ in the last axis only are neighbors, on the fastest links.
 AXES = ("replica", "pipe", "data", "expert", "seq", "tensor")
-# The order of axes that split one dim of a state tensor, major to minor: `data` last, so that one plain
-# all-gather over `data` makes a weight from its shards.
-SPLIT_ORDER = ("tensor", "expert", "pipe", "replica", "seq", "data")
+# Axes over which `zero` shards state: they split the samples and their tokens, and leave weights whole.
+ZERO_AXES = ("data", "seq")
+# The order of axes that split one dim of a state tensor, major to minor: those of `zero` last, so that one
+# plain all-gather over them makes a weight from its shards.
+SPLIT_ORDER = ("tensor", "expert", "pipe", "replica", *ZERO_AXES)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb", "zbv")
 PRECISIONS = ("fp32", "bf16")
 # Values of `sync` for workers of servers (`consistency.py` reads them); the others are for replicas.
@@ -33,10 +36,10 @@ class Layout:
     """A layout, read from text such as `"data=2 tensor=4 zero=1"`; prints short and parses back.
 
     Axes: `replica pipe data expert seq tensor`, each with its number of ranks. Options: `zero=0..3`
-    (the state sharded over `data`), `precision=fp32|bf16` (the dtype of the forward and its gradients;
-    weights, updates and sums over ranks stay float32), `remat=none|full|2GB|0.5` (the backward recomputes
-    no activations, as many as possible, or as few as fit a budget; see `layout.budget`), `micro=K` (the
-    step runs on K slices of the batch, one after the other),
+    (the state sharded over `data` and `seq`), `precision=fp32|bf16` (the dtype of the forward and its
+    gradients; weights, updates and sums over ranks stay float32), `remat=none|full|2GB|0.5` (the backward
+    recomputes no activations, as many as possible, or as few as fit a budget; see `layout.budget`),
+    `micro=K` (the step runs on K slices of the batch, one after the other),
     `schedule=gpipe|1f1b|interleaved(v)|zb|zbv` or a file (the order in which the stages of `pipe` take
     micro-batches; 1f1b by default), `sync=average(...)|diloco(...)|gossip(...)|pairs(...)|elastic(...)`
     (how replicas agree; see `replicas.strategies`), `server=S` with `sync=step|bounded(s)|async` (replicas
@@ -84,9 +87,9 @@ class Layout:
             raise LayoutError(
                 f"zero={self.zero} in layout is not a level of ZeRO", fix="zero=0, 1, 2 or 3"
             )
-        if self.zero and self.axes.get("data", 1) == 1:
+        if self.zero and self.zero_ways == 1:
             raise LayoutError(
-                f'zero={self.zero} shards state over the axis data, which layout "{self}" lacks',
+                f'zero={self.zero} shards state over the axes data and seq, which layout "{self}" lacks',
                 fix=f"data=2 {self}, or leave zero out",
             )
         self._check_schedule()
@@ -237,9 +240,9 @@ class Layout:
             if num_ranks % size == 0:
                 data = num_ranks // size
                 axes = kept | ({"data": data} if data > 1 else {})
-                zero = self.zero if data > 1 else 0
                 schedule = self.schedule if axes.get("pipe", 1) > 1 else ""
                 axes = {a: axes[a] for a in AXES if a in axes}
+                zero = self.zero if any(axes.get(a, 1) > 1 for a in ZERO_AXES) else 0
                 return replace(self, axes=axes, zero=zero, schedule=schedule)
         return Layout(axes={"data": num_ranks})
 
@@ -252,6 +255,16 @@ class Layout:
         if name in self.axes:
             return replace(self, axes={a: s for a, s in self.axes.items() if a != name})
         return replace(self, **{name: _DEFAULTS[name]})
+
+    @property
+    def zero_axes(self) -> tuple[str, ...]:
+        """The axes over which `zero` shards state, and most gradients add up."""
+        return tuple(a for a in ZERO_AXES if self.axes.get(a, 1) > 1)
+
+    @property
+    def zero_ways(self) -> int:
+        """The number of parts of state under `zero`: those of a tensor with a dim that they divide."""
+        return math.prod(self.axes[a] for a in self.zero_axes)
 
     @property
     def num_ranks(self) -> int:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
+from itertools import combinations, count
 
 from tutti.layout import Dim, Mesh, Segment, Sharding, canonical, split_dim
 from tutti.layout.sharding import Axes
@@ -91,20 +91,30 @@ def _reduce(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[RouteStep]:
             rest = at.with_partial(p for p in at.partial if p[0] not in over)
             size = mesh.size(over)
             yield RouteStep("all_reduce", (over, op), rest, 2 * n * (size - 1) / size)
+    for over, op in _scattered(pending, target):
+        rest = at.with_partial(p for p in at.partial if p[0] not in over)
+        for dim, outer, result in _additions(rest, target, over, mesh):
+            size = mesh.size(over)
+            yield RouteStep("reduce_scatter", (over, dim, outer, op), result, n * (size - 1) / size)
+
+
+def _scattered(pending: list[tuple[str, str]], target: Sharding) -> Iterator[tuple[Axes, str]]:
+    """Each pending sum alone, and those of one kind over axes that split a dim of the target in order."""
     for axis, op in pending:
-        rest = at.with_partial(p for p in at.partial if p[0] != axis)
-        for dim, outer, result in _additions(rest, target, axis, mesh):
-            size = mesh.size(axis)
-            yield RouteStep(
-                "reduce_scatter", ((axis,), dim, outer, op), result, n * (size - 1) / size
-            )
+        yield (axis,), op
+    for seg in (seg for dim in target.dims for seg in dim):
+        for first, end in combinations(range(len(seg.axes) + 1), 2):
+            over = seg.axes[first:end]
+            for op in sorted({op for _, op in pending}):
+                if len(over) > 1 and all((axis, op) in pending for axis in over):
+                    yield over, op
 
 
 def _cut(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[RouteStep]:
     for axis in mesh:
         if axis in at.axes or axis in at.partial_axes:
             continue
-        for dim, outer, result in _additions(at, target, axis, mesh):
+        for dim, outer, result in _additions(at, target, (axis,), mesh):
             yield RouteStep("shard", ((axis,), dim, outer), result, 0.0)
 
 
@@ -122,7 +132,7 @@ def _exchange(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[RouteStep]
         if len(axes) != 1:
             continue
         size = mesh.size(axes)
-        for dim, outer, result in _additions(gathered, target, axes[0], mesh):
+        for dim, outer, result in _additions(gathered, target, axes, mesh):
             if dim != cat_dim:
                 arguments = (axes, dim, outer, cat_dim, cat_outer)
                 yield RouteStep("all_to_all", arguments, result, n * (size - 1) / size)
@@ -142,11 +152,11 @@ def _make_partial(at: Sharding, target: Sharding) -> Iterator[RouteStep]:
 
 
 def _additions(
-    at: Sharding, target: Sharding, axis: str, mesh: Mesh
+    at: Sharding, target: Sharding, axes: Axes, mesh: Mesh
 ) -> Iterator[tuple[int, int, Sharding]]:
-    """The next places to add `axis` on the way to `target`: (dim, local size above it, result)."""
+    """The next places to add `axes` on the way to `target`: (dim, local size above them, result)."""
     for d, (have, want) in enumerate(zip(at.dims, target.dims, strict=True)):
-        if not any(axis in seg.axes for seg in want):
+        if not any(axes[0] in seg.axes for seg in want):
             continue
         parts = split_dim(have, [seg.size for seg in want], mesh)
         if parts is None or any(len(p) != 1 for p in parts):
@@ -154,9 +164,9 @@ def _additions(
         outer = 1
         for k, (part, seg) in enumerate(zip(parts, want, strict=True)):
             mine: Axes = part[0].axes
-            if axis in seg.axes and seg.axes[: len(mine) + 1] == (*mine, axis):
+            if seg.axes[: len(mine) + len(axes)] == (*mine, *axes):
                 segments = [p[0] for p in parts]
-                segments[k] = Segment(seg.size, (*mine, axis))
+                segments[k] = Segment(seg.size, (*mine, *axes))
                 if seg.size % mesh.size(segments[k].axes) == 0:
                     yield d, outer, _with_dim(at, d, canonical(segments, mesh))
             outer *= seg.size // mesh.size(mine)

@@ -434,8 +434,8 @@ def _settle_state(made: ShardingPlan) -> None:
             stored = storable(compute)
             further = with_zero(stored, mesh) if zero >= SLOTS_FROM else None
             if zero and further is None and state.tensor.numel() > 1:
-                ways = mesh.size("data")
-                made.reasons[state.name] = f"no dim of {list(shape)} divides by data={ways}"
+                over = " or ".join(f"{a}={mesh.size(a)}" for a in made.layout.zero_axes)
+                made.reasons[state.name] = f"no dim of {list(shape)} divides by {over}"
             cut[state.name] = further or stored
             made.storage[state.name] = cut[state.name] if zero >= PARAMETERS_FROM else stored
         elif state.kind == "slot":

@@ -1,34 +1,39 @@
-"""The storage sharding of state: its compute sharding, split further over `data` by `zero`."""
+"""The storage sharding of state: its compute sharding, split further over `data` and `seq` by `zero`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from tutti.layout import Mesh, Segment, Sharding, split_order
+from tutti.layout import ZERO_AXES, Mesh, Segment, Sharding, split_order
 
 # zero=1 and zero=2 shard the slots (and with them the update); zero=3 the parameters as well.
 PARAMETERS_FROM = 3
 SLOTS_FROM = 1
 
 
-def with_zero(compute: Sharding, mesh: Mesh, axes: Sequence[str] = ("data",)) -> Sharding | None:
-    """`compute` with one dim split further over `axes`; None if no dim divides.
+def with_zero(compute: Sharding, mesh: Mesh, axes: Sequence[str] = ZERO_AXES) -> Sharding | None:
+    """`compute` with one dim split further over `axes`, or over one of them; None if no dim divides.
 
     It takes the first dim if that divides, since its parts are contiguous and gather without a copy; else
     the largest that divides. The new axes are the minor ones of the dim, so one plain all-gather restores
     the compute sharding.
     """
-    over = tuple(a for a in axes if a in mesh)
-    if not over:
-        return None
     sizes = compute.shape
     candidates = sorted(range(len(sizes)), key=lambda d: (d != 0, -sizes[d]))
-    for d in candidates:
-        dim = compute.dims[d]
-        if len(dim) == 1 and dim[0].size % mesh.size((*dim[0].axes, *over)) == 0:
-            cut = (Segment(dim[0].size, (*dim[0].axes, *over)),)
-            return Sharding((*compute.dims[:d], cut, *compute.dims[d + 1 :]))
+    for over in _most_first(tuple(a for a in axes if a in mesh and a not in compute.axes), mesh):
+        for d in candidates:
+            dim = compute.dims[d]
+            if len(dim) == 1 and dim[0].size % mesh.size((*dim[0].axes, *over)) == 0:
+                cut = (Segment(dim[0].size, (*dim[0].axes, *over)),)
+                return Sharding((*compute.dims[:d], cut, *compute.dims[d + 1 :]))
     return None
+
+
+def _most_first(axes: tuple[str, ...], mesh: Mesh) -> Iterator[tuple[str, ...]]:
+    """All axes, then each alone, the largest first."""
+    if len(axes) > 1:
+        yield axes
+    yield from sorted(((a,) for a in axes), key=mesh.size, reverse=True)
 
 
 def storable(compute: Sharding) -> Sharding:

@@ -99,6 +99,8 @@ def whole(estimates: StepEstimates) -> CandidatePrograms:
         "seq=4",
         "data=2 seq=2",
         "data=2 seq=2 zero=1",
+        "seq=4 zero=3",
+        "data=2 seq=2 pipe=2 zero=2 micro=4",
         "data=2 seq=2 tensor=2 micro=2",
     ],
 )
@@ -382,7 +384,7 @@ def _evaluated_after_its_update(m: nn.Module, o: torch.optim.Optimizer, x: torch
             trained(lambda m, x: F.mse_loss(m(x), x)),
             "samples",
         ),
-        ("pipe=4 micro=6", _layers(nn.LayerNorm), _evaluated_after_its_update, "samples"),
+        ("pipe=4 micro=6", _layers(nn.LayerNorm), _evaluated_after_its_update, "an update"),
     ],
 )
 def test_what_a_step_refuses_is_no_estimate(

@@ -137,6 +137,11 @@ def test_a_given_seq_is_kept() -> None:
     assert found and all(x.axes["seq"] == 2 for x in found)
 
 
+def test_state_is_split_over_seq_too() -> None:
+    found = Space(4, 16, ("data", "seq"), given="seq=4", below_sample=False).layouts()
+    assert {x.zero for x in found if x.micro == 1} == {0, 1, 3}
+
+
 def test_axes_within_layers_stay_within_a_host() -> None:
     found = Space(16, 16, INNER, inner=4).layouts()
     inner = [math.prod(x.axes.get(a, 1) for a in ("tensor", "seq", "expert")) for x in found]

@@ -63,7 +63,7 @@ class _Composition:
     def __init__(self, blocks: Blocks, layout: Layout, machine: PricedMachine, plays: bool) -> None:
         self.staged = StagedPieces(blocks, layout, machine)
         self.layout, self.machine, self.groups = layout, machine, self.staged.groups
-        self.data, self.pipe, self.plays = self.staged.data, self.staged.pipe, plays
+        self.ways, self.pipe, self.plays = self.staged.ways, self.staged.pipe, plays
 
     def make(self) -> Estimate:
         timeline = self._played if self.pipe > 1 and self.plays else None
@@ -97,7 +97,7 @@ class _Composition:
             crossing = self._crossing_weights
             seconds += crossing
             kinds[MESSAGES] += crossing  # type: ignore[assignment]
-        update = max(p.update for p in ranks) / (self.data if self.layout.zero else 1)
+        update = max(p.update for p in ranks) / (self.ways if self.layout.zero else 1)
         if self.layout.in_time:
             update += max(p.casting for p in ranks)
         renewed = max(self._renewed(p) for p in ranks)
@@ -122,7 +122,7 @@ class _Composition:
 
     def _busy(self, late: list[float]) -> float:
         """Seconds that a rank of the pipeline works, in the mean; `late`: of the sums of each rank."""
-        share = self.data if self.layout.zero else 1
+        share = self.ways if self.layout.zero else 1
         return sum(
             self.layout.micro * (p.forward + p.backward)
             + self.staged.gathered(p)
@@ -150,12 +150,10 @@ class _Composition:
         return played([*work, *backwards], lags=lags, one_link=self.staged.one_link)
 
     def _renewed(self, piece: Piece) -> float:
-        """Seconds to sum parts of gradients over `seq`, and to gather the weights that each rank has updated
-        a part of."""
-        summed = self.staged.reduced_parts(piece)
+        """Seconds to gather the weights that each rank has updated a part of."""
         if self.layout.zero not in (1, 2):
-            return summed
-        return summed + self.staged.over_data("all_gather", piece.gradients, piece.num_sums)
+            return 0.0
+        return self.staged.from_parts(piece.gradients, piece.num_sums)
 
     @property
     def _pipeline(self) -> Layout:
@@ -218,26 +216,21 @@ class _Composition:
 
     def _sent(self, piece: Piece) -> dict[str, int]:
         """Bytes that the busiest rank sends in a step, by link."""
-        micro, zero, data = self.layout.micro, self.layout.zero, self.data
+        micro, zero = self.layout.micro, self.layout.zero
         found: Counter[str] = Counter()
-        share = (data - 1) / data
-        gathered = 0.0
+        gathered = piece.gradients if zero in (1, 2) else 0.0
         if zero == 3:  # a pipeline gathers once
             both = piece.read + self.staged.read_again(piece)
             gathered = micro * both if self.pipe == 1 else piece.read
         sums = micro if zero >= 2 else 1
-        joint = 0.0 if zero else min(piece.over_seq, piece.gradients)
-        over_data = share * (
-            gathered
-            + sums * (1 if zero else 2) * (piece.gradients - joint)
-            + (piece.gradients if zero in (1, 2) else 0.0)
-        )
-        found[self._link(("data",))] += int(over_data)
-        ranks = self.groups[self.staged.summing].size
-        found[self._link(self.staged.summing)] += int(2 * (ranks - 1) / ranks * joint)
-        if zero:
-            seq = self.layout.axes.get("seq", 1)
-            found[self._link(("seq",))] += int(2 * (seq - 1) / seq * piece.over_seq / data)
+        sums *= 1 if zero else 2
+        joint = self.staged.joint(piece)
+        for axes, nbytes in (
+            (self.staged.summing, gathered + sums * joint),
+            (("data",), sums * (piece.gradients - joint)),
+        ):
+            ranks = self.groups[axes].size
+            found[self._link(axes)] += int((ranks - 1) / ranks * nbytes)
         within = self.groups[tuple(a for a in ("expert", "seq", "tensor") if a in self.layout.axes)]
         found["inside" if within.num_hosts == 1 else "between"] += int(micro * piece.sent)
         if self.pipe > 1:

@@ -23,7 +23,7 @@ class StagedMemory:
     def __init__(self, staged: StagedPieces, timeline: Timeline | None) -> None:
         self.staged, self.timeline = staged, timeline
         self.layout, self.blocks, self.machine = staged.layout, staged.blocks, staged.machine
-        self.data, self.pipe = staged.data, staged.pipe
+        self.ways, self.pipe = staged.ways, staged.pipe
 
     def _live(self, rank: int) -> float:
         """Micro-batches that a rank holds at most, of all its stages, which are not interleaved."""
@@ -62,12 +62,12 @@ class StagedMemory:
 
     def peak(self, rank: int) -> float:
         """The peak of a pipeline rank, in bytes."""
-        zero, data, micro = self.layout.zero, self.data, self.layout.micro
+        zero, ways, micro = self.layout.zero, self.ways, self.layout.micro
         piece = self.staged.rank_pieces[rank]
-        parameters = piece.parameters / (data if zero == 3 else 1)
-        state = self.blocks.batch + parameters + piece.slots / (data if zero else 1)
+        parameters = piece.parameters / (ways if zero == 3 else 1)
+        state = self.blocks.batch + parameters + piece.slots / (ways if zero else 1)
         splits = zero >= GRADIENTS_FROM or (zero == 1 and micro == 1)
-        gradients = piece.gradients / (data if splits else 1)
+        gradients = piece.gradients / (ways if splits else 1)
         gradients += sum(back for later, _, back in self.staged.tied if later == rank)
         summed = gradients if self.layout.in_time else 0.0
         stages = [
@@ -77,7 +77,7 @@ class StagedMemory:
         cast = piece.cast if self.staged.shares_casts else 0.0
         above = max(self._above(stage, splits) for stage in stages)
         ends = gradients + moved
-        if zero in (1, 2) and data > 1 and not self.machine.shares_memory:
+        if zero in (1, 2) and ways > 1 and not self.machine.shares_memory:
             ends = max(ends, piece.gradients)  # new weights beside the old ones
         return state + max(cast + self._kept(rank) + summed + above, ends)
 
@@ -110,7 +110,7 @@ class StagedMemory:
                 within = min(p.within, p.passing + 2 * p.gradients / max(1.0, p.num_sums))
             most = max(most, kept - left + cast + gradients + within + gathered)
             if not in_time:
-                gradients += p.gradients / (self.data if splits else 1)
+                gradients += p.gradients / (self.ways if splits else 1)
         return most
 
     def _ahead(self, pieces: Sequence[Piece], piece: int) -> float:

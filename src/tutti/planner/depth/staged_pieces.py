@@ -5,7 +5,7 @@
     segments    |---------|-----------|-----------|         of `remat=full`: the backward makes each again
 
 The times and the bytes of a stage are those of its pieces with what the layout adds: recomputation, sums over
-micro-batches, gathers of weights and sums of gradients over `data`.
+micro-batches, gathers of weights and sums of gradients over `data` and `seq`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StagedPieces:
     """The pieces of `blocks` under a layout.
 
     cut: of each stage. begins: the number of the first piece of each. stage_pieces, rank_pieces: the sum of
-    each stage and of each pipeline rank. bucket_nbytes: the most bytes of a bucket over `data`.
+    each stage and of each pipeline rank. bucket_nbytes: the most bytes of a bucket of gradients or weights.
     """
 
     def __init__(self, blocks: Blocks, layout: Layout, machine: PricedMachine) -> None:
@@ -43,7 +43,7 @@ class StagedPieces:
         share = budget.share if budget else None
         self.groups = RankGroups(layout.mesh, machine.topology.host_size)
         self._over: dict[tuple[tuple[str, ...], str, float, float], float] = {}
-        self.data = layout.axes.get("data", 1)
+        self.ways = layout.zero_ways
         self.pipe = layout.axes.get("pipe", 1)
         # Weights in the dtype of the forward: micro-batches share them; a budget drops them first.
         self.shares_casts = layout.in_time and layout.zero < 3
@@ -66,7 +66,7 @@ class StagedPieces:
         Casts of parts of weights come before their gathers. Micro-batches share casts, which are then no part
         of `forward`.
         """
-        zero, split = self.layout.zero, self.data
+        zero, split = self.layout.zero, self.ways
         casting = piece.casting / (split if zero == 3 else 1)
         each = 0.0 if self.layout.in_time else casting
         adding = 0.0
@@ -96,8 +96,9 @@ class StagedPieces:
 
     @cached_property
     def summing(self) -> tuple[str, ...]:
-        """The axes over which most gradients add up at once. Parts of them do so over `data` alone."""
-        return ("data",) if self.layout.zero or "seq" not in self.layout.axes else ("data", "seq")
+        """The axes over which most gradients add up at once, and `zero` shards state; some gradients add up
+        over `data` alone."""
+        return self.layout.zero_axes
 
     @property
     def sums_beside(self) -> bool:
@@ -142,12 +143,16 @@ class StagedPieces:
         return (self.groups[axes].num_hosts == 1) == (self.groups[self.summing].num_hosts == 1)
 
     def gathered(self, piece: Piece, *, again: bool = False) -> float:
-        """Seconds to gather the weights of a piece over `data`, in the dtypes of the forward."""
+        """Seconds to gather the weights of a piece from all parts, in the dtypes of the forward."""
         if self.layout.zero < 3:
             return 0.0
         if not again:
-            return self.over_data("all_gather", piece.read, piece.num_gathers)
-        return self.over_data("all_gather", self.read_again(piece), self.num_again(piece))
+            return self.from_parts(piece.read, piece.num_gathers)
+        return self.from_parts(self.read_again(piece), self.num_again(piece))
+
+    def from_parts(self, nbytes: float, count: float) -> float:
+        """Seconds to gather so many bytes of weights in so many buckets."""
+        return self.over(self.summing, "all_gather", nbytes, count)
 
     def read_again(self, piece: Piece) -> float:
         """Bytes of the weights that the backward reads, with those of a second forward."""
@@ -169,28 +174,18 @@ class StagedPieces:
         return count if self.pipe == 1 else max(1.0, count)
 
     def reduced(self, piece: Piece) -> float:
-        """Seconds to sum the gradients of a piece over `data`, and whole ones over `seq`, too."""
-        if self.layout.zero:
-            return self.over_data("reduce_scatter", piece.gradients, piece.num_sums)
-        joint = min(piece.over_seq, piece.gradients)
-        if not joint:
-            return self.over_data("all_reduce", piece.gradients, piece.num_sums)
-        share = joint / piece.gradients
+        """Seconds to sum the gradients of a piece over `data`, and most over `seq` with it."""
+        kind = "reduce_scatter" if self.layout.zero else "all_reduce"
+        joint = self.joint(piece)
+        share = joint / piece.gradients if joint else 0.0
         alone = (1 - share) * piece.gradients, (1 - share) * piece.num_sums
-        return self.over(
-            self.summing, "all_reduce", joint, share * piece.num_sums
-        ) + self.over_data("all_reduce", *alone)
+        return self.over(self.summing, kind, joint, share * piece.num_sums) + self.over(
+            ("data",), kind, *alone
+        )
 
-    def reduced_parts(self, piece: Piece) -> float:
-        """Seconds to sum over `seq` the parts of gradients that each rank of `data` has."""
-        if not self.layout.zero:
-            return 0.0
-        nbytes = piece.over_seq / self.data
-        return self.over(("seq",), "all_reduce", nbytes, piece.num_sums / self.data)
-
-    def over_data(self, kind: str, nbytes: float, count: float) -> float:
-        """Seconds of collectives over `data`: so many bytes in so many buckets."""
-        return self.over(("data",), kind, nbytes, count)
+    def joint(self, piece: Piece) -> float:
+        """Bytes of the gradients of a piece that add up over all of `summing`."""
+        return min(piece.over_seq, piece.gradients) if "seq" in self.summing else piece.gradients
 
     def over(self, axes: tuple[str, ...], kind: str, nbytes: float, count: float) -> float:
         """Seconds of collectives over `axes`: so many bytes in so many buckets."""
@@ -355,8 +350,8 @@ class StagedPieces:
         for one in self.blocks.tied:
             later = rank_of_piece[one.last]
             if later != rank_of_piece[one.first]:
-                read = one.read / (self.data if zero == 3 else 1)
-                back = one.gradient / (self.data if zero >= GRADIENTS_FROM else 1)
+                read = one.read / (self.ways if zero == 3 else 1)
+                back = one.gradient / (self.ways if zero >= GRADIENTS_FROM else 1)
                 found.append((later, read, back))
         return found
 

@@ -106,31 +106,29 @@ class Costing:
     def _update_seconds(self, local: Mapping[str, float]) -> float:
         """Seconds of the update's reads and writes."""
         read = sum((3 + 2 * self._slots(name)) * n for name, n in local.items())
-        return self.yardstick.memory(read / (self._data if self.layout.zero else 1))
+        return self.yardstick.memory(read / (self.layout.zero_ways if self.layout.zero else 1))
 
     def _summing(self, local: Mapping[str, float], computing: float) -> float:
-        """Seconds of sums of gradients over `data`: after the last micro-batch, or beside the backward."""
-        if self._data == 1:
+        """Seconds of sums of gradients over the axes of the batch: after the last micro-batch, or beside the
+        backward."""
+        axes = self.layout.zero_axes
+        if not axes:
             return 0.0
-        call = CollectiveCall(NO_NODE, "all_reduce", int(sum(local.values())), ("data",))
+        call = CollectiveCall(NO_NODE, "all_reduce", int(sum(local.values())), axes)
         seconds = self.yardstick.collective(call)
         if self.layout.micro > 1 and self.layout.zero < 2:
             return seconds
         hidden = min(self.layout.micro * seconds, _BACKWARD * computing)
         return self.layout.micro * seconds - hidden + hidden * (1 - 1 / OVERLAP_SLOWDOWN)
 
-    @property
-    def _data(self) -> int:
-        return self.layout.axes.get("data", 1)
-
     def _state_nbytes(self, local: Mapping[str, float]) -> float:
-        data, zero = self._data, self.layout.zero
+        ways, zero = self.layout.zero_ways, self.layout.zero
         weights = sum(local.values())
         slots = sum(self._slots(name) * n for name, n in local.items())
         return (
-            weights / (data if zero >= 3 else 1)
-            + weights / (data if zero >= 1 else 1)
-            + slots / (data if zero >= 1 else 1)
+            weights / (ways if zero >= 3 else 1)
+            + weights / (ways if zero >= 1 else 1)
+            + slots / (ways if zero >= 1 else 1)
         )
 
     def _slots(self, name: str) -> float:

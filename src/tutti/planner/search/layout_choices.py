@@ -1,7 +1,7 @@
 """The layouts to compare for a number of ranks.
 
     ranks      every product of axes that gives the number: data, tensor, seq, expert, pipe
-    zero       0 to 3, with data; 2 differs from 1 only with micro-batches
+    zero       0 to 3, with data or seq; 2 differs from 1 only with micro-batches
     micro      divisors of the rows of a data rank, each about twice the one before, up to one row each; at
                least one for each pipeline rank. `expert` splits the rows, too, if it divides them
     schedule   1f1b, zb, interleaved(2), with pipe
@@ -84,8 +84,9 @@ class Space:
                     continue
                 if "seq" not in own.axes and not self._needs_seq(axes, micro, "micro" in words):
                     continue
-                for zero in [own.zero] if "zero" in words else _zeros(data, micro):
-                    if zero and data == 1:
+                split = data * axes.get("seq", 1)
+                for zero in [own.zero] if "zero" in words else _zeros(split, micro):
+                    if zero and split == 1:
                         continue
                     ways = {"axes": axes, "zero": zero, "micro": micro}
                     yield replace(own, **ways, schedule=schedule, remat=remat, precision=kind)
@@ -167,8 +168,8 @@ def partial_layout(text: str) -> Layout:
     return replace(own, zero=zero, schedule=schedule)
 
 
-def _zeros(data: int, micro: int) -> Sequence[int]:
-    if data == 1:
+def _zeros(ways: int, micro: int) -> Sequence[int]:
+    if ways == 1:
         return (0,)
     return (0, 1, 2, 3) if micro > 1 else (0, 1, 3)
 
