@@ -12,6 +12,7 @@ from tutti.costs.collective_seconds import (
     collective_seconds,
     message_seconds,
     ring_seconds,
+    sent_nbytes,
     tree_seconds,
 )
 from tutti.errors import PlanError
@@ -87,6 +88,25 @@ def test_between_hosts_each_device_has_half_an_adapter() -> None:
     assert collective_seconds("all_reduce", LARGE, RankGroup(4, 1), TOPOLOGY) == pytest.approx(
         expected
     )
+
+
+def test_an_all_to_all_between_hosts_crosses_the_adapters_with_all_parts_for_them() -> None:
+    """24 of 32 parts of 1/32 at 5 GB/s, 7 at 50 GB/s: no sum within a host makes them fewer."""
+    expected = 3e-6 + 3 * 5e-6 + 24 / 32 * LARGE / 5e9 + 7 * 1e-6 + 7 / 32 * LARGE / 50e9
+    found = collective_seconds("all_to_all", LARGE, RankGroup(32, 8), TOPOLOGY)
+    assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("size", "near"), [(1, 1), (8, 8), (4, 1), (32, 8), (8, 2)])
+def test_bytes_by_level_add_up_to_those_of_a_ring(kind: str, size: int, near: int) -> None:
+    inside, between = sent_nbytes(kind, LARGE, RankGroup(size, near))
+    passes = 2 if kind == "all_reduce" else 1
+    assert inside + between == pytest.approx(passes * (size - 1) / size * LARGE)
+    if kind == "all_to_all":
+        assert between == pytest.approx((size - near) / size * LARGE)
+    else:  # each rank of a host has its part of the sums
+        assert between == pytest.approx(passes * (size // near - 1) / size * LARGE)
 
 
 def test_a_group_of_whole_hosts_goes_by_level() -> None:

@@ -7,7 +7,8 @@
 
 `bytes` are those of the whole value on one rank. Within a host `rate` is that of the link of each device. A
 group of several hosts first reduces within each host, then each of its l ranks of a host sums its part of
-1/l with its peers on the other hosts, then the host gathers: the devices of a host share its adapters.
+1/l with its peers on the other hosts, then the host gathers: the devices of a host share its adapters. An
+all-to-all sends each rank its own part: those for ranks of other hosts all cross the adapters.
 
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005;
 NCCL's double binary trees (`src/graph/tuning.cc`).
@@ -79,6 +80,14 @@ def collective_seconds(kind: str, nbytes: float, group: RankGroup, topology: Top
     return _start(topology.between, nbytes) + _between(kind, nbytes, group, topology)
 
 
+def sent_nbytes(kind: str, nbytes: float, group: RankGroup) -> tuple[float, float]:
+    """Bytes that a rank sends to others of its host, and to other hosts; see `collective_seconds`."""
+    near, hosts = group.per_host, group.num_hosts
+    within, across = _levels(kind, nbytes, group)
+    passes = _PASSES[kind]
+    return passes * (near - 1) / near * within, passes * (hosts - 1) / hosts * across
+
+
 def message_seconds(nbytes: float, topology: Topology, *, across_hosts: bool) -> float:
     """Seconds of a message from one pipeline rank to the next, while all devices of a host send."""
     link = topology.between if across_hosts else topology.inside
@@ -100,15 +109,22 @@ def _within(kind: str, nbytes: float, size: int, link: Link) -> float:
 def _between(kind: str, nbytes: float, group: RankGroup, topology: Topology) -> float:
     inside, between = topology.inside, topology.between
     rate = between.bandwidth.value * between.efficiency.value * _share(topology)
-    part = nbytes / group.per_host
+    whole, part = _levels(kind, nbytes, group)
     hosts = ring_seconds(kind, part, group.num_hosts, between, rate)
     if kind == "all_reduce":
         hosts = min(hosts, tree_seconds(part, group.num_hosts, between, rate))
     if group.per_host == 1:
         return hosts
     return hosts + ring_seconds(
-        kind, nbytes, group.per_host, inside, inside.bandwidth.value * inside.efficiency.value
+        kind, whole, group.per_host, inside, inside.bandwidth.value * inside.efficiency.value
     )
+
+
+def _levels(kind: str, nbytes: float, group: RankGroup) -> tuple[float, float]:
+    """The bytes of a rank that go round its host, and round the hosts."""
+    if kind == "all_to_all":
+        return nbytes / group.num_hosts, nbytes
+    return nbytes, nbytes / group.per_host
 
 
 def _share(topology: Topology) -> float:

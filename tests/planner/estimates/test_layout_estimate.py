@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tutti.costs.collective_seconds import collective_seconds
 from tutti.costs.rank_groups import RankGroups
 from tutti.hardware.cluster import Cluster
+from tutti.hardware.figures import Figure
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.passes.pass_table import optimized
@@ -244,3 +245,39 @@ def test_ranks_that_share_a_processor_take_turns() -> None:
             # One after the other: the work of both ranks, of two micro-batches of 11 matmuls.
             assert shared.seconds == pytest.approx(22, rel=0.01)
             assert alone.seconds < shared.seconds < 2 * alone.seconds
+
+
+def test_bytes_between_hosts_are_those_behind_the_sums_of_a_host() -> None:
+    """4 weights of 64 x 64 in float32, and a loss: 3 of 4 hosts of 4 ranks, each rank with a quarter."""
+    cluster = Cluster.parse("16 x h100")
+    small = replace(cluster, topology=replace(cluster.topology, devices_per_host=Figure(4, "of this test")))
+    program = programs(rows=16).program(Layout.parse("data=16"))
+    sent = estimate(program, replace(second_a_matmul("16 x h100"), cluster=small)).nbytes
+    whole = 4 * WIDTH * WIDTH * 4
+    assert sent["inside"] == pytest.approx(2 * 3 / 4 * whole, rel=1e-3)
+    assert sent["between"] == pytest.approx(2 * 3 / 4 * whole / 4, rel=1e-3)
+
+
+class Layers(nn.Module):
+    """Four of them; `tied`: the first and the last have one weight."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        if tied:
+            self.layers[3].weight = self.layers[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_pipeline_rank_sends_messages_and_tied_weights(tied: bool) -> None:
+    model = Layers(tied=tied)
+    job = Job.of(train_step, model, torch.optim.SGD(model.parameters(), lr=0.1), Layout())
+    made = CandidatePrograms(job, (torch.randn(8, WIDTH),)).program(Layout.parse("pipe=2 micro=4"))
+    loss = 4
+    message, weight = 8 * WIDTH * 4, WIDTH * WIDTH * 4 if tied else 0
+    assert estimate(made, second_a_matmul("8 x h100")).nbytes == {"inside": message + weight + loss}

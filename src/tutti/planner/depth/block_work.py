@@ -22,7 +22,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, fx
 
-from tutti.costs.collective_seconds import collective_seconds
+from tutti.costs.collective_seconds import collective_seconds, sent_nbytes
 from tutti.costs.graph_seconds import collective_call
 from tutti.costs.rank_groups import RankGroups
 from tutti.graph.analysis.aliases import aliased, roots_of
@@ -199,7 +199,6 @@ class _BlockReader:
             return
         seconds = collective_seconds(call.kind, call.nbytes, group, self.machine.topology)
         seconds += self.machine.launch_seconds
-        passes = 2 if call.kind == "all_reduce" else 1
         if region == "update":  # of a gradient
             self._add(node, "update", seconds)
             return
@@ -212,7 +211,9 @@ class _BlockReader:
             self._add(node, "moved_again", seconds)
         elif region == "forward":
             self._add(node, "once", nbytes_of(node))
-        self._add(node, "sent", passes * (group.size - 1) / group.size * call.nbytes)
+        within, across = sent_nbytes(call.kind, call.nbytes, group)
+        self._add(node, "sent", within)
+        self._add(node, "sent_across", across)
 
     def _kept(self) -> None:
         """Bytes of values from the forward that the backward reads: of the batch, or of weights alone."""

@@ -4,6 +4,7 @@ stage      the layers that balance its time, first and last pieces at the ends
 step       the schedule on a clock + sums of gradients + update + gathers of new weights
 zero=3     gathers of weights beside the layers' work (`piece_clock.py`)
 peak       `staged_memory.py`
+bytes      `sent_bytes.py`
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tutti.layout.budget import Budget
 from tutti.pipeline.ready import schedule_of
 from tutti.pipeline.stages.balance import micro_batch_seconds
 from tutti.planner.depth.piece_clock import PieceTimes, PieceWork, played
+from tutti.planner.depth.sent_bytes import most_sent
 from tutti.planner.depth.staged_memory import StagedMemory
 from tutti.planner.depth.staged_pieces import StagedPieces
 from tutti.planner.depth.step_pieces import Blocks, Piece
@@ -115,7 +117,7 @@ class _Composition:
             seconds=shared,
             kinds=kinds_of(kinds),
             hidden_seconds=without_rounding(hidden),
-            nbytes=self._sent(busiest),
+            nbytes=most_sent(self.staged),
             peak_nbytes=int(max(map(memory.peak, range(self.pipe)))),
             timeline=timeline,
         )
@@ -193,9 +195,10 @@ class _Composition:
         """Seconds of tied weights to later pipeline ranks, before all micro-batches, and of their gradients
         back, while the ranks between end theirs."""
         seconds = 0.0
-        for later, read, back in self.staged.tied:
-            drained = sum(p.backward for p in self.staged.rank_pieces[:later])
-            seconds += self.staged.moving(read) + max(0.0, self.staged.moving(back) - drained)
+        for one in self.staged.tied:
+            drained = sum(p.backward for p in self.staged.rank_pieces[: one.later])
+            moving = self.staged.moving
+            seconds += moving(one.read) + max(0.0, moving(one.back) - drained)
         return seconds
 
     @cached_property
@@ -213,36 +216,6 @@ class _Composition:
         kept = tuple(int(piece.kept) for piece in self.staged.stage_pieces)
         freed = 0, *(int(piece.kept - piece.delayed) for piece in self.staged.stage_pieces[1:])
         return _simulated(self._pipeline, tuple(costs), self.staged.moved, kept, freed)
-
-    def _sent(self, piece: Piece) -> dict[str, int]:
-        """Bytes that the busiest rank sends in a step, by link."""
-        micro, zero = self.layout.micro, self.layout.zero
-        found: Counter[str] = Counter()
-        gathered = piece.gradients if zero in (1, 2) else 0.0
-        if zero == 3:  # a pipeline gathers once
-            both = piece.read + self.staged.read_again(piece)
-            gathered = micro * both if self.pipe == 1 else piece.read
-        sums = micro if zero >= 2 else 1
-        sums *= 1 if zero else 2
-        joint = self.staged.joint(piece)
-        for axes, nbytes in (
-            (self.staged.summing, gathered + sums * joint),
-            (("data",), sums * (piece.gradients - joint)),
-        ):
-            ranks = self.groups[axes].size
-            found[self._link(axes)] += int((ranks - 1) / ranks * nbytes)
-        within = self.groups[tuple(a for a in ("expert", "seq", "tensor") if a in self.layout.axes)]
-        found["inside" if within.num_hosts == 1 else "between"] += int(micro * piece.sent)
-        if self.pipe > 1:
-            link = "between" if self.groups.crosses_hosts("pipe") else "inside"
-            ways = (
-                2 if len(self.staged.cut) > 2 else 1
-            )  # to the next stage, and back to the one before
-            found[link] += int(ways * micro * max(self.staged.messages))
-        return {k: n for k, n in found.items() if n}
-
-    def _link(self, axes: tuple[str, ...]) -> str:
-        return "inside" if self.groups[axes].num_hosts == 1 else "between"
 
 
 _schedule_of = lru_cache(maxsize=256)(schedule_of)

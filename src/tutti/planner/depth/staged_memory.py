@@ -68,7 +68,7 @@ class StagedMemory:
         state = self.blocks.batch + parameters + piece.slots / (ways if zero else 1)
         splits = zero >= GRADIENTS_FROM or (zero == 1 and micro == 1)
         gradients = piece.gradients / (ways if splits else 1)
-        gradients += sum(back for later, _, back in self.staged.tied if later == rank)
+        gradients += sum(one.back for one in self.staged.tied if one.later == rank)
         summed = gradients if self.layout.in_time else 0.0
         stages = [
             stage for stage in range(len(self.staged.cut)) if self.staged.rank_of(stage) == rank

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from tutti.costs.collective_seconds import collective_seconds
 from tutti.costs.rank_groups import RankGroups
@@ -28,6 +29,16 @@ from tutti.planner.depth.step_pieces import Blocks, Piece, total
 from tutti.planner.depth.thinned_layers import thinned
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.simulator import Timeline
+
+
+class CrossingWeight(NamedTuple):
+    """A weight that two pipeline ranks read: the first sends bytes of it to the later one before all
+    micro-batches, which sends bytes of its gradient back."""
+
+    first: int
+    later: int
+    read: float
+    back: float
 
 
 class StagedPieces:
@@ -340,19 +351,18 @@ class StagedPieces:
         return self.machine.message(nbytes, across_hosts=self.groups.crosses_hosts("pipe"))
 
     @cached_property
-    def tied(self) -> list[tuple[int, float, float]]:
-        """Of each weight that two pipeline ranks read: the later one, bytes to it, and bytes of its gradient
-        back."""
+    def tied(self) -> list[CrossingWeight]:
+        """The weights that two pipeline ranks read."""
         rank_of_piece = [
             self.rank_of(i) for i, pieces in enumerate(self.cut) for _ in range(len(pieces))
         ]
         zero, found = self.layout.zero, []
         for one in self.blocks.tied:
-            later = rank_of_piece[one.last]
-            if later != rank_of_piece[one.first]:
+            first, later = rank_of_piece[one.first], rank_of_piece[one.last]
+            if later != first:
                 read = one.read / (self.ways if zero == 3 else 1)
                 back = one.gradient / (self.ways if zero >= GRADIENTS_FROM else 1)
-                found.append((later, read, back))
+                found.append(CrossingWeight(first, later, read, back))
         return found
 
     @cached_property

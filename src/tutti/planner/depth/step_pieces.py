@@ -29,7 +29,8 @@ class Piece:
     kept: bytes of a micro-batch from forward to backward. delayed: those that gradients of weights read.
     cast: bytes of weights in the dtype of the forward, for all micro-batches. parameters, slots: bytes of
     state; slots with buffers. gradients: bytes that the update reads; over_seq: those of them that add up
-    over `seq`, too. sent: bytes over the model's axes.
+    over `seq`, too. sent, sent_across: bytes over the model's axes,
+    within a host and to others.
     once: bytes of results of collectives in the forward, which no backward recomputes. moved_again: seconds
     of the others in the forward. inputs: the part of `backward` on which an earlier piece depends.
     read: bytes of weights in the dtypes in which the forward reads them; `read_again` of those that the
@@ -53,6 +54,7 @@ class Piece:
     gradients: float = 0.0
     over_seq: float = 0.0
     sent: float = 0.0
+    sent_across: float = 0.0
     once: float = 0.0
     moved_again: float = 0.0
     again: float = 0.0

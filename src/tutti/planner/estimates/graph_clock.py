@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tutti.costs.collective_seconds import collective_seconds
+from tutti.costs.collective_seconds import collective_seconds, sent_nbytes
 from tutti.costs.graph_seconds import CollectiveCall, collective_call
 from tutti.costs.rank_groups import RankGroups
 from tutti.graph.edits.edit import source_of
@@ -159,6 +159,11 @@ class GraphClock:
             call.kind, call.nbytes, self.groups[call.axes], self.machine.topology
         )
 
+    @property
+    def message_link(self) -> str:
+        """The link of messages between pipeline ranks."""
+        return "between" if self.groups.crosses_hosts("pipe") else "inside"
+
     def message(self, nbytes: float) -> float:
         """Seconds of a message to the next pipeline rank."""
         return self.machine.message(nbytes, across_hosts=self.groups.crosses_hosts("pipe"))
@@ -182,6 +187,7 @@ class _Streams:
         elif node.target is collectives.send:
             nbytes = _nbytes(node.args[0])  # type: ignore[arg-type]
             end = self.now + self.owner.message(nbytes)
+            self.total.nbytes[self.owner.message_link] += nbytes
             self._note(
                 node, "send", message_stream(node.args[2]), self.now, end, nbytes=nbytes, group=2
             )
@@ -228,8 +234,9 @@ class _Streams:
         if call.node.target is collectives.together_ and call.kind == "all_gather":
             call = replace(call, nbytes=0)  # views of memory that the ranks share
         link = "inside" if group.num_hosts == 1 else "between"
-        passes = 2 if call.kind == "all_reduce" else 1
-        self.total.nbytes[link] += int(passes * (group.size - 1) / group.size * call.nbytes)
+        sent = sent_nbytes(call.kind, call.nbytes, group)
+        for level, nbytes in zip(("inside", "between"), sent, strict=True):
+            self.total.nbytes[level] += int(nbytes)
         host = self.owner.machine.launch_seconds
         self.now += host
         self.total.kinds[COMPUTE] += host  # type: ignore[assignment]

@@ -203,7 +203,7 @@ class _ProgramEstimate:
             seconds=seconds,
             kinds=kinds_of(played.kinds),
             hidden_seconds=without_rounding(played.hidden_seconds),
-            nbytes=dict(played.nbytes),
+            nbytes={link: n for link, n in played.nbytes.items() if n},
             peak_nbytes=memory.peak_nbytes,
             memory=memory,
             timeline=timeline,
@@ -232,9 +232,7 @@ class _ProgramEstimate:
         total.kinds[MESSAGES] += for_messages  # type: ignore[assignment]
         total.kinds[IDLE] += waiting - for_messages  # type: ignore[assignment]
         total.seconds = whole
-        for pipe_rank, body in enumerate(bodies):
-            sent = _sent_nbytes(made, body, pipe_rank) if body else 0
-            total.nbytes[self._link] = max(total.nbytes[self._link], sent)
+        total.nbytes = self._most_sent(made, played, bodies)
         for pipe_rank, (before, _, after) in enumerate(played):
             ends = before.events, [e.later(first + timeline.seconds) for e in after.events]
             self.events.append(
@@ -247,10 +245,16 @@ class _ProgramEstimate:
     def _share(self) -> float:
         return self.machine.ranks_per_processor
 
-    @property
-    def _link(self) -> str:
-        """Of messages between pipeline ranks."""
-        return "between" if self.clocks[0].groups.crosses_hosts("pipe") else "inside"
+    def _most_sent(
+        self, made: Timed, played: list[tuple[Playback, Playback, Playback]], bodies: list[Any]
+    ) -> Counter[str]:
+        """The most bytes that a pipeline rank sends, of each link."""
+        most: Counter[str] = Counter()
+        for pipe_rank, (parts, body) in enumerate(zip(played, bodies, strict=True)):
+            sent = sum((part.nbytes for part in parts), Counter[str]())
+            sent[self.clocks[0].message_link] += _sent_nbytes(made, body, pipe_rank) if body else 0
+            most |= sent
+        return most
 
     def _row_events(
         self,

@@ -1,0 +1,55 @@
+"""The bytes that a rank of a deep model's layout sends in a step, by link, from its pieces in stages."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from tutti.costs.collective_seconds import sent_nbytes
+from tutti.planner.depth.staged_pieces import StagedPieces
+from tutti.planner.depth.step_pieces import Piece
+
+
+def most_sent(staged: StagedPieces) -> dict[str, int]:
+    """The most bytes that a pipeline rank sends, `inside` its host and `between` hosts."""
+    most: defaultdict[str, float] = defaultdict(float)
+    for rank, piece in enumerate(staged.rank_pieces):
+        sent: defaultdict[str, float] = defaultdict(float)
+        for link, nbytes in (*_collectives(staged, piece), _messages(staged, rank)):
+            sent[link] += nbytes
+        for link, nbytes in sent.items():
+            most[link] = max(most[link], nbytes)
+    return {link: int(nbytes) for link, nbytes in most.items() if int(nbytes)}
+
+
+def _collectives(staged: StagedPieces, piece: Piece) -> Iterator[tuple[str, float]]:
+    """Bytes by link: of the model's axes in each micro-batch, of gradients, and of weights."""
+    micro, zero = staged.layout.micro, staged.layout.zero
+    yield "inside", micro * piece.sent
+    yield "between", micro * piece.sent_across
+    reduction = "reduce_scatter" if zero else "all_reduce"
+    sums = micro if zero >= 2 else 1
+    gathered = piece.gradients if zero in (1, 2) else 0.0
+    if zero == 3:  # a pipeline gathers once
+        both = piece.read + staged.read_again(piece)
+        gathered = micro * both if staged.pipe == 1 else piece.read
+    joint = staged.joint(piece)
+    for axes, kind, nbytes in (
+        (staged.summing, reduction, sums * joint),
+        (("data",), reduction, sums * (piece.gradients - joint)),
+        (staged.summing, "all_gather", gathered),
+    ):
+        yield from zip(
+            ("inside", "between"), sent_nbytes(kind, nbytes, staged.groups[axes]), strict=True
+        )
+
+
+def _messages(staged: StagedPieces, rank: int) -> tuple[str, float]:
+    """Bytes from a pipeline rank to others: values and tied weights, and the gradients of both."""
+    nbytes = sum(one.read for one in staged.tied if one.first == rank)
+    nbytes += sum(one.back for one in staged.tied if one.later == rank)
+    for stage, size in enumerate(staged.messages):
+        ends = staged.rank_of(stage), staged.rank_of(stage + 1)
+        if ends[0] != ends[1]:
+            nbytes += staged.layout.micro * size * ends.count(rank)
+    return "between" if staged.groups.crosses_hosts("pipe") else "inside", nbytes
