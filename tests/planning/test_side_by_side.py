@@ -11,7 +11,6 @@ import torch
 
 from tutti.errors import LayoutError, ShardingError
 from tutti.layout import Layout
-from tutti.planner.search.idle_axes import IdleAxisError
 from tutti.planner.search.layout_choices import Space
 from tutti.planning import side_by_side
 from tutti.planning.side_by_side import (
@@ -22,6 +21,7 @@ from tutti.planning.side_by_side import (
     divided,
     outcome_of,
 )
+from tutti.propagate.idle_axes import IdleAxisError
 
 LAYOUTS = Space(16, 64, ("data", "tensor", "pipe")).layouts()
 

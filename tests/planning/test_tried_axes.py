@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from tutti.hardware.cluster import Cluster
 from tutti.job import Job
 from tutti.layout import Layout
-from tutti.planner.search.idle_axes import IdleAxisError
 from tutti.planning.candidate_programs import CandidatePrograms
 from tutti.planning.layout_plan import PlanAnswer, PlanQuestion, answer
 from tutti.planning.tried_axes import tried_axes
+from tutti.propagate.idle_axes import IdleAxisError
 
 TOKENS = torch.zeros(4, 6, dtype=torch.long)
 # Few layouts of each axis.

@@ -128,13 +128,15 @@ def test_the_batch_is_split_over_data_and_its_sequence_over_seq() -> None:
 
 @pytest.mark.parametrize(("name", "wanted"), [("sgd", "8@data, 16"), ("vit", "8@data, 3, 16, 16")])
 def test_what_looks_like_no_sequence_is_not_split_over_seq(name: str, wanted: str) -> None:
-    made = program(name, "data=2 seq=2")
+    with pytest.warns(UserWarning, match="seq=2 splits nothing of this step"):
+        made = subject(name).program(Layout.parse("data=2 seq=2"))
     assert str(made.plan.spread.of(made.captured.placeholder("batch.0"))) == wanted
     assert made.plan.reasons.get("batch.0") is None
 
 
 def test_a_sequence_that_does_not_divide_stays_whole_with_the_reason() -> None:
-    made = placed("seq=3", {})
+    with pytest.warns(UserWarning, match="seq=3 splits nothing of this step"):
+        made = placed("seq=3", {})
     node = made.captured.placeholder("batch.0")
     assert made.plan.reasons["batch.0"] == "its sequence of 16 does not divide by seq"
     assert str(made.plan.spread.of(node)) == "8, 16"

@@ -34,8 +34,8 @@ from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.planner.placement.counted_programs import CountedPrograms
 from tutti.planner.placement.placement import AXES_FOUND, found_seeds, programs_of
-from tutti.planner.search.idle_axes import IdleAxisError, idle_axis
 from tutti.propagate.batch_dim import Dims
+from tutti.propagate.idle_axes import IdleAxisError
 from tutti.propagate.plan import plan
 from tutti.rules.book import Book
 from tutti.torch_private.pytrees import tree_flatten, tree_unflatten
@@ -142,8 +142,8 @@ class CandidatePrograms:
             found = self._place(captured, placed, dims, smallest, exact=exact)
             book = self._books.setdefault(layout.precision, Book()).for_copy()
             made = plan(copied(captured), layout, self.job.place, dims=dims, book=book, **found)
-            if self.refuses_idle and (axis := idle_axis(made)) is not None:
-                size = layout.axes[axis]
+            if self.refuses_idle and made.idle:
+                axis, size = made.idle[0], layout.axes[made.idle[0]]
                 self._idle.add((layout.precision, axis, size))
                 raise IdleAxisError(axis, size)
             return partition(made)

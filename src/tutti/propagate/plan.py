@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import chain
 
 from torch import Tensor, fx
 
@@ -34,6 +35,7 @@ from tutti.propagate.batch_dim import (
 from tutti.propagate.boundaries import COMPUTE, Boundary, insert_boundaries
 from tutti.propagate.expert_moves import ExpertMoves, insert_moves, movable
 from tutti.propagate.factors import axes_of
+from tutti.propagate.idle_axes import idle_axes, warn_of_idle
 from tutti.propagate.order_of_matmuls import weights_first
 from tutti.propagate.order_of_sums import products_first
 from tutti.propagate.spread import STRONG, Spread, tensors_of
@@ -85,6 +87,12 @@ class ShardingPlan:
         """The mesh of the values' shardings."""
         return self.layout.program_mesh
 
+    @property
+    def idle(self) -> list[str]:
+        """The axes that split no parameter, no tensor of the batch and no other value."""
+        values = (self.compute, self.samples, self.spread.wanted)
+        return idle_axes(self.layout, chain.from_iterable(each.values() for each in values))
+
 
 @dataclass(frozen=True)
 class _Seeds:
@@ -131,6 +139,7 @@ def plan(
     made.shards = shards or {}
     warn_of_uneven(made.unsplit)
     warn_of_micro(layout.micro, made.layout.micro)
+    warn_of_idle(layout, made.idle, made.words)
     return made
 
 

@@ -10,8 +10,8 @@ import pytest
 from tutti.errors import PlanError, ShardingError
 from tutti.layout import Layout
 from tutti.planner.estimates.layout_estimate import Estimate
-from tutti.planner.search.idle_axes import IdleAxisError
 from tutti.planner.search.ranking import Ranking, Refinement, close_to_best, first_pipelines, ranked
+from tutti.propagate.idle_axes import IdleAxisError
 
 TABLE = {
     "data=2": (2.0, 50),

@@ -11,6 +11,7 @@ from tutti.planner.placement.axis_search import Search
 from tutti.planner.placement.candidate_cost import Costing, PlacedCost
 from tutti.planner.placement.decisions import Decision
 from tutti.planner.placement.patterns import short_patterns, template
+from tutti.propagate.idle_axes import nothing_over
 
 # The first row all of whose words are in ops of a decision titles it.
 _TITLES = (
@@ -59,14 +60,12 @@ def nothing_words(search: Search, costing: Costing) -> str:
     """Why no parameter is split."""
     ways = costing.layout.axes[search.axis]
     if not search.given:
-        what = "stacked experts" if search.axis == "expert" else "dim of a parameter"
-        return f"nothing over {search.axis}: no {what} divides by {ways}, so its ranks do the same work"
+        what = "number of stacked experts" if search.axis == "expert" else "dim of a parameter"
+        return nothing_over(search.axis, f"no {what} divides by {ways}")
     least = min(search.found.alone, key=lambda cost: cost.seconds)
     more = least.seconds / search.found.none.seconds - 1
-    return (
-        f"nothing over {search.axis}: each split would take longer than it saves (the best of "
-        f"{len(search.given)} by {more:.1%}), so its ranks do the same work"
-    )
+    each = f"(the best of {len(search.given)} by {more:.1%})"
+    return nothing_over(search.axis, f"each split would take longer than it saves {each}")
 
 
 def _title(decision: Decision, axis: str) -> str:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from tutti.errors import LayoutError, PlanError, ScheduleError, ShardingError
 from tutti.layout import Layout
 from tutti.planner.estimates.layout_estimate import Estimate
-from tutti.planner.search.idle_axes import IdleAxisError
 from tutti.planner.search.surely_too_large import SurelyTooLargeError
+from tutti.propagate.idle_axes import IdleAxisError
 from tutti.quantities import format_nbytes
 
 # Layouts at the top of the table that get a better estimate.
