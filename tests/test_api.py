@@ -234,3 +234,37 @@ def test_several_optimizers_each_with_its_state(tmp_path: Path) -> None:
     second.load(tmp_path / "saved")
     runs.assert_same_losses([second(x).item() for _ in range(2)], expected[2:])
     assert {"optim.0.weight.exp_avg", "optim.2.weight.momentum_buffer"} <= set(second.state_dict())
+
+
+@pytest.mark.parametrize("given", [None, 3, "f", "model", "loss"])
+def test_what_is_no_training_step_is_refused_at_once(given: Any) -> None:
+    model, optimizer, batch = make()
+    step: Any = {"model": model, "loss": nn.Linear(2, 2)}.get(given, given)
+    for call in (
+        lambda: tutti.distribute(step, model, optimizer),
+        lambda: tutti.verify(step, model, optimizer, (batch,), ""),
+    ):
+        with pytest.raises(tutti.TuttiError, match="the training step"):
+            call()
+
+
+def test_a_step_without_a_place_for_the_optimizer_is_refused() -> None:
+    model, optimizer, _ = make()
+    with pytest.raises(
+        tutti.TuttiError, match=r"too many positional(.|\n)*train_step\(model, optimizer, x, y\)"
+    ):
+        tutti.distribute(lambda model: model, model, optimizer)
+
+
+def test_a_step_without_its_optimizer_has_the_fix() -> None:
+    model, _, batch = make()
+    step = tutti.distribute(returning_step, model)
+    with pytest.raises(tutti.CaptureError, match="if no optimizer was given"):
+        step(batch)
+
+
+@pytest.mark.parametrize("given", [None, 3])
+def test_a_batch_that_is_no_sequence_is_refused(given: Any) -> None:
+    model, optimizer, _ = make()
+    with pytest.raises(tutti.CaptureError, match="where the arguments of a call belong"):
+        tutti.verify(returning_step, model, optimizer, given, "")

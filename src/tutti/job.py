@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 from torch import nn
 
 from tutti.capture.state.models import as_one_module
-from tutti.errors import LayoutError
+from tutti.errors import LayoutError, TuttiError
 from tutti.graph.randomness.seed import checked_seed
 from tutti.layout import Layout
 from tutti.propagate.batch_dim import BatchDim, Dims, dims_of
 from tutti.propagate.empty_batch import refuse_empty
+
+_WITH_OPTIMIZER = "train_step(model, optimizer, *batch)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +65,10 @@ class Job:
 
         Raises:
             LayoutError: for a `batch_dim` under a layout with replicas.
-            TuttiError: for a model without a module, or a seed that is not an integer of 64 bits.
+            TuttiError: for a step that cannot be called with a model and an optimizer, a model without a
+                module, or a seed that is not an integer of 64 bits.
         """
+        _refuse_other_steps(train_step, model, optimizer)
         _refuse_batch_dim(batch_dim, layout)
         train_step, module = as_one_module(train_step, model)
         names = (cut,) if isinstance(cut, str) else tuple(cut)
@@ -78,7 +83,7 @@ class Job:
     @property
     def step_name(self) -> str:
         """The name of the training step, or of its class."""
-        return getattr(self.train_step, "__name__", type(self.train_step).__name__)
+        return _name_of(self.train_step)
 
     def dims(self, batch: Sequence[Any]) -> Dims | None:
         """The entries of `batch_dim` for the tensors of a batch; None if the user did not give it.
@@ -99,6 +104,32 @@ class Job:
         return 2 if self.optimizer else 1
 
 
+def _refuse_other_steps(train_step: Any, model: Any, optimizer: Any) -> None:
+    """Raise `TuttiError` for a step that no call can reach with these arguments."""
+    expected = "train_step(model, *batch)" if optimizer is None else _WITH_OPTIMIZER
+    if not callable(train_step) or train_step is model:
+        given = "the model" if train_step is model else repr(train_step)
+        raise TuttiError(
+            f"the training step is {given}, where a function belongs",
+            why=f"it is called as {expected}, and holds the forward, the loss, the backward and the update",
+            fix="def train_step(model, optimizer, x, y): ...; tutti.distribute(train_step, model, optimizer)",
+        )
+    called = train_step.forward if isinstance(train_step, nn.Module) else train_step
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):  # of an extension module
+        return
+    given = (model,) if optimizer is None else (model, optimizer)
+    try:
+        signature.bind_partial(*given)
+    except TypeError as error:
+        raise TuttiError(
+            f"the training step {_name_of(train_step)}{signature} does not take these arguments: {error}",
+            why=f"it is called as {expected}",
+            fix=f"def {expected.replace('*batch', 'x, y')}: ...",
+        ) from None
+
+
 def _refuse_batch_dim(told: BatchDim, layout: Layout) -> None:
     """Refuse `batch_dim` with replicas, which take their rows of dim 0 before capture."""
     if told is not None and layout.num_replicas > 1:
@@ -107,3 +138,7 @@ def _refuse_batch_dim(told: BatchDim, layout: Layout) -> None:
             why="each replica takes its rows of dim 0 of the batch",
             fix="leave batch_dim out, and the replicas, or give the step the samples as dim 0",
         )
+
+
+def _name_of(train_step: Any) -> str:
+    return getattr(train_step, "__name__", type(train_step).__name__)

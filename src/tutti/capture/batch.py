@@ -42,13 +42,13 @@ def taken(batch: Any, keywords: Mapping[str, Any] | None = None) -> tuple[Any, .
 
     A mapping as `batch` means `step(**batch)`.
 
-    Raises `CaptureError` for a leaf that no trace can have, and for a single argument that is not in a
-    sequence.
+    Raises `CaptureError` for a leaf that no trace can have, and for a batch that is no sequence of
+    arguments.
     """
-    if isinstance(batch, _SINGLE):
-        raise _one_argument(batch)
     if isinstance(batch, Mapping):
         batch, keywords = (), batch
+    if isinstance(batch, _SINGLE) or not isinstance(batch, Sequence):
+        raise _one_argument(batch)
     if not keywords and all(type(x) is Tensor for x in batch):
         return tuple(batch)
     whole = (*batch, Keywords(keywords)) if keywords else tuple(batch)
@@ -222,7 +222,7 @@ def read_refused(
 def _one_argument(batch: Any) -> CaptureError:
     return CaptureError(
         f"the batch is a {_type_name(batch)}, where the arguments of a call belong",
-        why="its rows would be the arguments of the step",
+        why="its rows would be the arguments of the step" if isinstance(batch, _SINGLE) else "",
         fix="a tuple of the arguments, (x,) for a single one; a dict for arguments by name",
     )
 

@@ -42,7 +42,10 @@ _SYMBOL = re.compile(r"\bSym(Float|Int|Bool)\b")
 # PyTorch's bindings assert that such a number is none of a symbol's.
 _NUMBERS_OF_BINDINGS = ("python_arg_parser.cpp", "SymIntArrayRef expected to contain only concrete")
 _OUTSIDE = "compute the number outside of the step and hand it over, or keep it as a plain number"
-_CALL = "step(...) with the arguments that the training step takes after the optimizer"
+_CALL = (
+    "step(...) with the arguments that the training step takes after the optimizer; if no optimizer was "
+    "given, it is called as train_step(model, *batch): tutti.distribute(train_step, model, optimizer)"
+)
 _GENERAL = (
     "call the training step itself, without tutti: where plain PyTorch raises the same, the line is wrong; "
     "where it does not, write the line in another way, or outside of the step"

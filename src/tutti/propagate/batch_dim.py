@@ -242,7 +242,7 @@ def _checked(dim: Any, x: Tensor, k: int) -> int | None:
         return None
     if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
         raise ShardingError(
-            f"batch_dim={dim} of batch tensor {k}, which has shape {list(x.shape)}",
+            f"batch_dim={dim!r} of batch tensor {k}, which has shape {list(x.shape)}",
             fix="the dim that holds the samples, or None",
         )
     return dim % x.ndim
