@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from brute_force import MODE, check
+from tutti.errors import TuttiError
 from tutti.rules import TABLE, add_rule, rule_of
 from tutti.rules import table as table_module
 from tutti.rules.rule import parse_rule
@@ -64,6 +67,21 @@ def test_a_rule_for_an_own_op_is_used_and_right(monkeypatch: pytest.MonkeyPatch)
         add_rule("tutti_test_rules::scaled_product", "m k, n k -> m n")
         assert str(rule_of(call.node(MODE))) == "m k, n k -> m n"
         assert check(call) > 10
+
+
+@pytest.mark.parametrize(
+    ("op", "text", "what"),
+    [
+        ("foo", "m -> m", "there is no op 'foo'"),
+        ("tutti_test_rules::missing", "m -> m", "there is no op 'tutti_test_rules::missing' yet"),
+        (None, None, "there is no op None"),
+        ("aten::relu", None, "None is no rule of aten::relu"),
+        ("aten::relu", "m", "'m' is no rule of aten::relu"),
+    ],
+)
+def test_what_is_no_rule_is_refused(op: Any, text: Any, what: str) -> None:
+    with pytest.raises(TuttiError, match=what):
+        add_rule(op, text)
 
 
 def test_rules_are_for_exact_overloads() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from tutti.errors import TuttiError
 from tutti.rules.families import (
     attention,
     contraction,
@@ -42,9 +43,24 @@ _OWN: dict[Any, Entry] = {}
 
 
 def add_rule(op: str, text: str) -> None:
-    """Register factor rule `text` for the custom op named `op` ("mylib::op", any overload)."""
-    namespace, _, name = op.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name)
+    """Register factor rule `text` for the custom op named `op` ("mylib::op", any overload).
+
+    Raises:
+        TuttiError: an `op` that is no name of a registered op, or a `text` that is no rule.
+    """
+    namespace, _, name = op.partition("::") if isinstance(op, str) else ("", "", "")
+    packet = getattr(getattr(torch.ops, namespace), name, None) if namespace and name else None
+    if packet is None or not hasattr(packet, "overloads"):
+        raise TuttiError(
+            f"tutti.rule: there is no op {op!r}" + " yet" * bool(name),
+            fix='the name of a custom op, "namespace::op", after its torch.library.custom_op(...)',
+        )
+    if not isinstance(text, str) or "->" not in text:
+        raise TuttiError(
+            f"tutti.rule: {text!r} is no rule of {op}",
+            why='a rule names the dims of each operand and each result, and has "->" between them',
+            fix='such as "m k, k n -> m n" for a product of matrices',
+        )
     for overload in packet.overloads():
         _OWN[getattr(packet, overload)] = text
 
