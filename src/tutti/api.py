@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -75,7 +76,7 @@ def distribute(
 
     Raises:
         LayoutError: for an invalid layout, or one that cannot work on these ranks.
-        TuttiError: for a seed that is no integer of 64 bits.
+        TuttiError: for a step that cannot be called so, or a seed that is no integer of 64 bits.
         CaptureError, ShardingError: at the first call, for a step or a batch that does not fit, such as a
             batch without samples.
     """
@@ -201,7 +202,7 @@ def loader(
             one worker at most, and which resumes by its `state_dict` or by counting. The same whole dataset
             on every rank.
         batch_size: the number of samples of the global batch.
-        shuffle: another permutation each epoch; it takes no memory.
+        shuffle: another permutation each epoch, without a call of `set_epoch`; it takes no memory.
         seed: of the order and of random transforms.
         drop_last: leave out a last batch that is not full.
         num_workers: processes that read, for each rank.
@@ -237,7 +238,7 @@ def loader(
         TuttiError: for arguments that do not fit each other, the dataset or the layout.
         TypeError: for `sampler`, `batch_sampler` and `generator`, which give another order on each rank.
     """
-    refuse_others(others)
+    refuse_others(others, inspect.signature(loader).parameters)
     workers: dict[str, Any] = {
         "num_workers": num_workers,
         "pin_memory": pin_memory,

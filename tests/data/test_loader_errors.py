@@ -298,3 +298,32 @@ def test_samples_that_cannot_be_recognized_are_read_all_the_same() -> None:
 def test_samples_that_change_at_each_read_are_no_other_dataset() -> None:
     state = tutti.loader(Changing(8), 2).state_dict()
     tutti.loader(Changing(8), 2).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"prefetch_factor": 2}, "prefetch_factor=2 is an option of workers, and num_workers is 0"),
+        ({"persistent_workers": True}, "persistent_workers=True is an option of workers"),
+        ({"timeout": 5}, "timeout=5 is an option of workers"),
+        ({"num_workers": 1, "timeout": -1}, "timeout=-1 is no time"),
+        ({"num_workers": 1, "prefetch_factor": 0}, "prefetch_factor=0 is no whole number from 1"),
+    ],
+)
+def test_options_of_workers(given: dict[str, Any], what: str) -> None:
+    with pytest.raises(tutti.TuttiError) as error:
+        tutti.loader(Numbers(8), 2, **given)
+    assert what in message(error)
+
+
+def test_a_misspelled_argument_has_the_nearest_name() -> None:
+    with pytest.raises(TypeError, match="'suffle'; did you mean shuffle"):
+        tutti.loader(Numbers(8), 2, suffle=True)
+
+
+@pytest.mark.parametrize("name", ["sampler", "set_epoch"])
+def test_epochs_need_no_sampler(name: str) -> None:
+    loader = tutti.loader(Numbers(8), 2, shuffle=True)
+    assert loader.batch_size == 2 and not hasattr(loader, name)
+    with pytest.raises(AttributeError, match="another permutation each epoch by itself"):
+        getattr(loader, name)

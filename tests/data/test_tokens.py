@@ -228,3 +228,25 @@ def test_opening_is_quick_with_many_documents(tmp_path: Path) -> None:
     found = data[len(data) - 1]
     assert time.perf_counter() - began < 1
     assert found[2].tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def test_dtypes_of_pytorch(tmp_path: Path) -> None:
+    path = plain(tmp_path / "a.bin", range(9), "int32")
+    assert tutti.tokens(path, 8, dtype=torch.int32)[0][0].tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"dtype": torch.bfloat16}, "dtype=torch.bfloat16 is none of tokens"),
+        ({"dtype": "words"}, "dtype=words is none of tokens"),
+        ({"files": None}, "None is no file of tokens"),
+        ({"files": [3]}, "3 is no file of tokens"),
+        ({"documents": "a"}, "documents='a' is neither True nor a token"),
+    ],
+)
+def test_arguments_of_another_kind(tmp_path: Path, given: dict[str, Any], what: str) -> None:
+    arguments: Any = {"files": plain(tmp_path / "a.bin", range(9)), "window": 2} | given
+    with pytest.raises(tutti.TuttiError) as error:
+        tutti.tokens(**arguments)
+    assert what in str(error.value)

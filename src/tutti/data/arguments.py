@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,14 +31,18 @@ _REFUSED = {
     "weights= or bucket_by_length=",
     "generator": "the order is a function of seed, epoch and position; seed=",
 }
+# Arguments that say how workers work.
+_OF_WORKERS = ("prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context")
 
 
-def refuse_others(others: dict[str, Any]) -> None:
-    """Raise `TypeError` for arguments that a loader does not take."""
+def refuse_others(others: dict[str, Any], known: Iterable[str]) -> None:
+    """Raise `TypeError` for arguments that a loader does not take; it takes those `known`."""
     for name in others:
         if name in _REFUSED:
             raise TypeError(f"tutti.loader takes no {name}: {_REFUSED[name]} give what it is for")
-        raise TypeError(f"tutti.loader got an unexpected keyword argument {name!r}")
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise TypeError(f"tutti.loader got an unexpected keyword argument {name!r}{hint}")
 
 
 def checked_loader(
@@ -60,6 +65,7 @@ def checked_loader(
     _check_whole_number("batch_size", batch_size, 1)
     _check_whole_number("num_workers", workers["num_workers"], 0)
     _check_whole_number("seed", seed, None)
+    _check_workers(workers)
     if weights is not None:
         check_weights(dataset, weights)
     if collate_rows and collate_fn is None:
@@ -209,6 +215,24 @@ def _check_whole_number(name: str, value: Any, least: int | None) -> None:
         return
     above = "" if least is None else f" from {least}"
     raise TuttiError(f"{name}={value!r} is no whole number{above}", fix=f"{name}={least or 0}")
+
+
+def _check_workers(workers: dict[str, Any]) -> None:
+    """Refuse options of workers without workers, and values that no worker can have."""
+    given = {k: workers[k] for k in _OF_WORKERS if workers[k]}
+    if given and not workers["num_workers"]:
+        name, value = next(iter(given.items()))
+        raise TuttiError(
+            f"{name}={value!r} is an option of workers, and num_workers is 0",
+            fix=f"num_workers=2, or no {name}=",
+        )
+    if workers["prefetch_factor"] is not None:
+        _check_whole_number("prefetch_factor", workers["prefetch_factor"], 1)
+    timeout = workers["timeout"]
+    if not isinstance(timeout, int | float) or timeout < 0:
+        raise TuttiError(
+            f"timeout={timeout!r} is no time in seconds", fix="timeout=0, which waits for ever"
+        )
 
 
 def _length(dataset: Any) -> int:

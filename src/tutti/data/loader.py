@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import tee
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,14 @@ from tutti.data.worker_deaths import started, told_of_deaths
 from tutti.errors import TuttiError
 from tutti.layout import Layout
 from tutti.torch_private.pytrees import tree_unflatten
+
+# What to do in place of what a `DataLoader` with a `DistributedSampler` has.
+_SHUFFLES = ": shuffle=True makes another permutation each epoch by itself, on all ranks alike; leave {} out"
+_INSTEAD = {
+    "sampler": _SHUFFLES.format("loader.sampler.set_epoch(epoch)"),
+    "batch_sampler": _SHUFFLES.format("loader.batch_sampler"),
+    "set_epoch": _SHUFFLES.format("loader.set_epoch(epoch)"),
+}
 
 
 class Loader:
@@ -69,6 +77,16 @@ class Loader:
         """The dataset; a list of several."""
         found = self._reader.datasets
         return found[0] if len(found) == 1 else list(found)
+
+    @property
+    def batch_size(self) -> int:
+        """The number of samples of the global batch."""
+        return self._identity["batch_size"]
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(f"a tutti.Loader has no {name}{_INSTEAD.get(name, '')}")
 
     @property
     def epoch(self) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tutti.errors import TuttiError
@@ -132,10 +133,22 @@ class IndexedTokenFile(TokenFile):
         return found
 
 
-def opened(path: str | os.PathLike[str], dtype: str | None) -> TokenFile:
-    """The file at a path; of Megatron also by its prefix. Raises `TuttiError` for one that does not fit."""
-    if dtype is not None and str(np.dtype(dtype)) not in DTYPES:
+def _checked(dtype: Any) -> str:
+    """The name of a dtype of tokens: a text, or one of PyTorch or NumPy."""
+    try:
+        name = str(
+            np.dtype(str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype)
+        )
+    except TypeError:
+        name = ""
+    if name not in DTYPES:
         raise TuttiError(f"dtype={dtype} is none of tokens", fix=f"one of {', '.join(DTYPES)}")
+    return name
+
+
+def opened(path: str | os.PathLike[str], dtype: Any) -> TokenFile:
+    """The file at a path; of Megatron also by its prefix. Raises `TuttiError` for one that does not fit."""
+    dtype = None if dtype is None else _checked(dtype)
     given = Path(path)
     prefixed = Path(f"{given}.bin")
     if given.suffix == ".idx":

@@ -26,7 +26,7 @@ def tokens(
     files: Path | Sequence[Path],
     window: int,
     *,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     documents: bool | int | None = None,
 ) -> TokenWindows:
     """A dataset of windows over files of tokens: sample `i` is `t[i w : i w + w]` and the same one token on.
@@ -38,7 +38,8 @@ def tokens(
         files: one or several: plain arrays, as nanoGPT's `train.bin`; or Megatron's `.bin` with an `.idx`
             beside it, also by their common prefix.
         window: the number of tokens of a sample.
-        dtype: of plain files: `uint8`, `uint16` (the default), `int32`, `uint32` or `int64`.
+        dtype: of plain files: `uint8`, `uint16` (the default), `int32`, `uint32` or `int64`; also as
+            `torch.int32`.
         documents: tell documents apart: True by Megatron's index, or the number of the token at the end of
             each document. Samples then have two more tensors, and the target of the last token of a document
             is -100, which losses ignore.
@@ -53,13 +54,20 @@ def tokens(
     """
     if type(window) is not int or window < 1:
         raise TuttiError(f"window={window!r} is no whole number from 1", fix="window=1024")
-    paths = [files] if isinstance(files, str | os.PathLike) else list(files)
+    one = isinstance(files, str | os.PathLike)
+    paths = [files] if one else list(files) if isinstance(files, Sequence) else [files]
+    for path in paths:
+        if not isinstance(path, str | os.PathLike):
+            raise TuttiError(
+                f"{path!r} is no file of tokens",
+                fix='a path such as "train.bin", or a list of paths',
+            )
+    end = _end_of(documents)
     found = [opened(path, dtype) for path in paths]
     by_index = documents is True
     plain = next((f for f in found if not isinstance(f, IndexedTokenFile)), None)
     if by_index and plain is not None:
         plain.documents(0, 0)  # raises
-    end = None if documents is None or isinstance(documents, bool) else index(documents)
     data = TokenWindows(found, window, by_index=by_index, end=end)
     if not len(data):
         most = max((f.num_tokens for f in found), default=0)
@@ -69,6 +77,20 @@ def tokens(
             fix=f"window={most - 1}" if most > 1 else "files with tokens",
         )
     return data
+
+
+def _end_of(documents: Any) -> int | None:
+    """The token at the end of each document, if `documents` is one."""
+    if documents is None or isinstance(documents, bool):
+        return None
+    try:
+        return index(documents)
+    except TypeError:
+        raise TuttiError(
+            f"documents={documents!r} is neither True nor a token",
+            fix="documents=True for files with an index of Megatron, or the number of the token that ends "
+            "each document",
+        ) from None
 
 
 class TokenWindows(Dataset[tuple[Tensor, ...]]):
