@@ -81,6 +81,7 @@ def test_axes_stand_outermost_first_and_size_one_is_left_out_of_the_mesh() -> No
 @pytest.mark.parametrize(
     ("text", "what", "fix"),
     [
+        ("auto", '"auto" in layout "auto": a layout must be chosen', "tutti plan"),
         ("dat=2", 'unknown word "dat=2"', "did you mean data"),
         ("tensr=2", 'unknown word "tensr=2"', "did you mean tensor"),
         ("pipeline=2", "unknown word", "did you mean pipe"),

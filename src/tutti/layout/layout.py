@@ -366,6 +366,12 @@ def _check_marks(text: str) -> None:
 
 
 def _unknown(word: str, name: str, has_value: bool, text: object) -> LayoutError:
+    if word == "auto":
+        return LayoutError(
+            f'"auto" in layout "{text}": a layout must be chosen already here',
+            why='tutti run and distribute(..., layout="auto") choose one, for the ranks of a run',
+            fix='"data=2 zero=3", say; tutti plan --devices "..." script.py ranks the layouts of a step',
+        )
     known = AXES + _OPTIONS
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
     if name in known:
