@@ -210,6 +210,20 @@ def test_optimizers_whose_steps_differ_in_form_are_refused(kind: Any) -> None:
         train_step(*(x.float() for x in batch()))
 
 
+def test_optimizers_that_communicate_by_themselves_are_refused() -> None:
+    class ZeroRedundancyOptimizer(SGD): ...  # as that of torch.distributed.optim
+
+    class Sgd(SGD): ...
+
+    Sgd.__module__ = "horovod.torch.optimizer"
+    for kind, fix in ((ZeroRedundancyOptimizer, "zero=1"), (Sgd, "data=N")):
+        model = mlp()
+        train_step = tutti.distribute(step, model, kind(model.parameters(), 0.1))
+        with pytest.raises(CaptureError, match="cannot be captured") as found:
+            train_step(*(x.float() for x in batch()))
+        assert fix in found.value.fix
+
+
 def test_an_optimizer_that_takes_no_step_at_all_fails_as_in_pytorch() -> None:
     class Picky(SGD):
         def step(self, closure: Any = None) -> Any:

@@ -225,3 +225,10 @@ def test_a_model_that_fsdp_has_split_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"1 has been given to fully_shard") as found:
         tutti.distribute(lambda model, x: model(x), model)
     assert "zero=3" in found.value.fix
+
+
+def test_an_engine_of_deepspeed_is_refused() -> None:
+    class DeepSpeedEngine(nn.Sequential): ...
+
+    with pytest.raises(CaptureError, match=r"the model has been given to deepspeed\.initialize"):
+        tutti.distribute(lambda model, x: model(x), DeepSpeedEngine(nn.Linear(2, 2)))

@@ -23,6 +23,20 @@ _RAISES = {dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"]}
 # Errors of PyTorch's bindings, which have no frame of their own.
 _OF_BINDINGS = (RuntimeError, NotImplementedError)
 
+_ACCUMULATED = (
+    "accumulate inside the step, in a loop over parts of the batch or by micro=K in the layout, and leave "
+    "this out: gradients are summed over ranks once, before the update"
+)
+_ENGINE = "loss.backward() and optimizer.step() in place of an engine's model.backward(loss) and model.step()"
+# Methods of the wrappers of other libraries, which a module without the wrapper lacks.
+_OF_WRAPPERS = {
+    "no_sync": _ACCUMULATED,
+    "set_requires_gradient_sync": _ACCUMULATED,
+    "set_is_last_backward": _ACCUMULATED,
+    "backward": _ENGINE,
+    "step": _ENGINE,
+    "module": "the model itself in place of a wrapper's model.module",
+}
 # The fix, by a part of the message.
 _WAYS_OUT = (
     (
@@ -31,6 +45,7 @@ _WAYS_OUT = (
         "tensor.to_dense() before",
     ),
     ("SparseCsrTensorImpl", "hand sparse tensors over as arguments of the step"),
+    *((f"object has no attribute '{name}'", fix) for name, fix in _OF_WRAPPERS.items()),
     ("_C.Generator", NO_GENERATOR),  # the tracer of PyTorch 2.11 takes none as an argument
     (
         "Sym",

@@ -29,8 +29,25 @@ _REFUSED = (
 )
 
 
+# Optimizers that communicate by themselves, by a class or the package of one: the fix.
+_ACROSS_RANKS = {
+    "ZeroRedundancyOptimizer": "the optimizer inside it, such as torch.optim.AdamW, and zero=1 in the layout",
+    "horovod": "the optimizer that hvd.DistributedOptimizer wraps, and data=N in the layout",
+}
+
+
 def refuse_kind(optimizer: Optimizer) -> None:
-    """Raise `CaptureError` for an optimizer with steps of different forms."""
+    """Raise `CaptureError` for an optimizer with steps of different forms, or that communicates by itself."""
+    for kind in type(optimizer).__mro__:
+        fix = _ACROSS_RANKS.get(kind.__name__) or _ACROSS_RANKS.get(
+            kind.__module__.partition(".")[0]
+        )
+        if fix:
+            raise CaptureError(
+                f"{type(optimizer).__name__} ({kind.__module__}) cannot be captured",
+                why="it communicates by itself; in a step of one device the layout adds what ranks exchange",
+                fix=fix,
+            )
     for kind, why, fix in _REFUSED:
         if isinstance(optimizer, kind):
             raise CaptureError(f"{kind.__name__} cannot be captured", why=why, fix=fix)

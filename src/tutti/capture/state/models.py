@@ -75,10 +75,11 @@ def as_one_module(
     return OnGiven(train_step, given, module), module
 
 
-# Classes of torch.distributed.fsdp, by name, which few programs import.
+# Classes of torch.distributed.fsdp and DeepSpeed, by name, which few programs import.
 _SPLITTING = {
     "FSDPModule": "fully_shard (FSDP2)",
     "FullyShardedDataParallel": "FullyShardedDataParallel",
+    "DeepSpeedEngine": "deepspeed.initialize",
 }
 
 
@@ -143,7 +144,7 @@ def _refuse_frozen_code(module: nn.Module) -> None:
 
 
 def _refuse_split(module: nn.Module) -> None:
-    """Refuse a module whose weights FSDP has split already."""
+    """Refuse a module whose weights FSDP or DeepSpeed has split already."""
     for name, one in module.named_modules():
         bases = {kind.__name__ for kind in type(one).__mro__}
         if split := bases & _SPLITTING.keys():
