@@ -6,6 +6,7 @@ import json
 import logging
 import pickle
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -173,7 +174,55 @@ def test_a_batch_that_the_step_does_not_take() -> None:
 
 
 def test_text_without_a_format_may_be_made() -> None:
-    played(lambda y, x: (f"{y} {y.shape} {len(x)}", y)[1])
+    with pytest.warns(UserWarning, match="writes a tensor into a text at"):
+        played(lambda y, x: (f"{y} {y.shape} {len(x)}", y)[1])
+
+
+def printing(y: Tensor, x: Tensor) -> Tensor:
+    print("y", y)  # here
+    return y
+
+
+def printing_inside(y: Tensor, x: Tensor) -> Tensor:
+    print({"y": [y]})  # here
+    return y
+
+
+def logging_it(y: Tensor, x: Tensor) -> Tensor:
+    logging.getLogger("tutti.test").warning("y %s", y)  # here
+    return y
+
+
+@pytest.mark.parametrize("wrong", [printing, printing_inside, logging_it])
+def test_a_printed_tensor_is_warned_of_with_its_line(wrong: Callable[..., Any]) -> None:
+    with pytest.warns(UserWarning, match=r"text at .*test_unexpected.py:\d+ .*# here"):
+        played(wrong)
+
+
+def test_other_texts_are_not_warned_of() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        played(lambda y, x: (f"{y.shape} {y.dtype} {len(x)}", y)[1])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fix"),
+    [
+        (lambda model, loss: model.no_sync(), "micro=K"),
+        (lambda model, loss: model.set_requires_gradient_sync(False), "micro=K"),
+        (lambda model, loss: model.backward(loss), "loss.backward() and optimizer.step()"),
+        (lambda model, loss: model.module, "the model itself"),
+    ],
+)
+def test_methods_of_a_wrapper_that_is_gone_have_the_fix(wrong: Any, fix: str) -> None:
+    def step(model: Any, x: Tensor) -> Any:
+        loss = model(x).sum()
+        wrong(model, loss)
+        return loss
+
+    with pytest.raises(CaptureError, match="object has no attribute") as found:
+        tutti.distribute(step, nn.Linear(4, 4))(torch.ones(4, 4))
+    assert fix in found.value.fix
 
 
 def test_the_search_for_nan_is_off_in_a_trace_alone() -> None:

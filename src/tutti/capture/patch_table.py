@@ -138,6 +138,7 @@ DLPACK = (
 )
 REDUCE = Patch(FakeTensor, "__reduce_ex__", "a value in a pickle is refused with its line")
 FORMAT = Patch(FakeTensor, "__format__", "a value in a text is refused with its line")
+REPR = Patch(FakeTensor, "__repr__", "a tensor that a user's line prints is warned of", create=True)
 _ADDRESS = "a user's line that asks for the address of a tensor is refused"
 ADDRESSES = (
     Patch(FakeTensor, "data_ptr", _ADDRESS, create=True),
@@ -250,7 +251,18 @@ PATCHES = _flat(
     *(SETITEM, MASKED_SCATTER, CHECK_TENSOR, SCALER_SKIPS, SCALER_STEP, SCALED_UPDATE),
     INFERENCE_MODE,
     *(VALIDATE_ARGS, IS_CAUSAL, *RNG_STATES),
-    *(NUMPY, DLPACK, REDUCE, FORMAT, ADDRESSES, MANUAL_SEED, ANOMALY, TENSOR_OF_TENSORS, FAKE_LOG),
+    *(
+        NUMPY,
+        DLPACK,
+        REDUCE,
+        FORMAT,
+        REPR,
+        ADDRESSES,
+        MANUAL_SEED,
+        ANOMALY,
+        TENSOR_OF_TENSORS,
+        FAKE_LOG,
+    ),
     *(CONVERSIONS, FAKE_CONVERSIONS, FAKE_READS, ITEM_MEMO),
     *(MATH, EQUALITY, POWERS, SCHEDULER_FLOAT, TENSOR_OF_SYMBOLS),
     *(CLOCKS, *ENTROPY, PROCESSES, DEFAULT_GROUP),

@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tutti.capture.patch_table import (
     MANUAL_SEED,
     NUMPY,
     REDUCE,
+    REPR,
     TENSOR_OF_TENSORS,
 )
 from tutti.capture.python.known_values import UNKNOWN, known
@@ -28,7 +30,7 @@ from tutti.errors import CaptureError
 from tutti.graph.edits.patch import Patch, caller, replaced
 from tutti.torch_private.fake_tensors import FakeTensor
 from tutti.torch_private.pytrees import tree_leaves
-from tutti.user_lines import is_users
+from tutti.user_lines import is_users, users_level
 
 _RAISED: ContextVar[list[CaptureError]] = ContextVar("raised")
 
@@ -68,6 +70,7 @@ _PICKLE = _refuse(
     "save after the step: step.save(path), or torch.save of what it returns",
 )
 _REDUCE: Any = FakeTensor.__reduce_ex__
+_REPR: Any = FakeTensor.__repr__
 _TEXT = _refuse(
     "writes a tensor's value into a text", "return the tensor from the step and print it there"
 )
@@ -95,10 +98,32 @@ def _array(patch: Patch) -> Callable[..., Any]:
 
 
 def _format(x: Any, spec: str) -> str:
-    """Without a format, the text of a fake tensor, as for the text of an error."""
+    """Without a format, the text of a fake tensor, as for the text of an error; it has no number."""
     if (text := known(x, lambda values: format(values, spec))) is not UNKNOWN:
         return text
-    return _TEXT() if spec else repr(x)
+    if spec:
+        return _TEXT()
+    _warn_of_text(caller())
+    return repr(x)
+
+
+def _printed(x: Any, **options: Any) -> str:
+    """The text of a fake tensor."""
+    _warn_of_text(caller())
+    return _REPR(x, **options)
+
+
+def _warn_of_text(frame: FrameType) -> None:
+    """Warn of a user's line, or of `logging` called by one, that makes a text of a tensor."""
+    if not is_users(frame.f_code.co_filename):
+        return
+    told = of_stack("")
+    if told.at and not told.inside:
+        warnings.warn(
+            f"the step writes a tensor into a text at {told.at}: this happens while the step is captured, "
+            "before it has values, and at no later call; return the tensor from the step and print it there",
+            stacklevel=users_level(),
+        )
 
 
 def _tensor(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,6 +175,7 @@ _REFUSED = (
     (MANUAL_SEED, _SEED),
     (ANOMALY, lambda *_: None),
     (FORMAT, _format),
+    (REPR, _printed),
 )
 
 
@@ -157,7 +183,8 @@ _REFUSED = (
 def values_unknown() -> Iterator[None]:
     """Inside, a read of values into NumPy, or into a text, raises `CaptureError` with the user's line.
 
-    If the step catches the error, the end raises it again. PyTorch's own search for NaN is off.
+    A line that prints a whole tensor gives a warning. If the step catches the error, the end raises it
+    again. PyTorch's own search for NaN is off.
     """
     raised = _RAISED.set([])
     anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
