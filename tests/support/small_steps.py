@@ -49,6 +49,7 @@ def same_step(
         warnings.filterwarnings(
             "ignore", "data=2 splits"
         )  # how much of a step is split is no matter here
+        warnings.filterwarnings("ignore", "[a-z]+=[0-9]+ splits nothing")
         subject = Subject(trained(loss_of), model, optimizer, batch)
         for layout in map(Layout.parse, layouts):
             program = subject.program(layout)
