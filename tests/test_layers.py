@@ -16,6 +16,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "tutti"
 # From the bottom to the top. Names of one layer stand side by side: neither imports the other.
 LAYERS = (
     ("errors",),
+    ("argument_types",),
     ("remote_paths",),  # paths behind a URL
     # The variables that users set; which lines are theirs; bytes and seconds as text; names kept on disk.
     ("durable", "environment", "quantities", "user_lines", "version"),

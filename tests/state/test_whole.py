@@ -404,3 +404,31 @@ def advice_on_a_mesh(layout: str) -> list[str]:
 def test_no_advice_on_meshes_that_the_user_has_not_made(ranks: Ranks) -> None:
     """Two axes split one dim: each is gathered in turn."""
     assert ranks.run(advice_on_a_mesh, "data=2 tensor=2 zero=1") == [[]] * 4
+
+
+def with_ranks_that_are_not(layout: str) -> list[str]:
+    """What is said of each, before the first call and after it."""
+    step, _, _, batches = make(layout)
+    said = []
+    for _ in range(2):
+        for rank in (7, -1, "0", 1.5, True):
+            for read in (step.model_state, lambda rank: step.whole(rank=rank).__enter__()):
+                try:
+                    said.append(f"found {read(rank=rank)}")
+                except tutti.LayoutError as error:
+                    said.append(str(error))
+        one(step, batches[0])
+    assert bool(step.model_state(rank=0)) is (not dist.is_initialized() or dist.get_rank() == 0)
+    return said
+
+
+@pytest.mark.parametrize("layout", ["", "data=2 zero=3", "pipe=2"])
+def test_a_rank_that_there_is_not_is_refused(ranks: Ranks, layout: str) -> None:
+    every = (
+        ranks.run(with_ranks_that_are_not, layout, n=2) if layout else [with_ranks_that_are_not("")]
+    )
+    for said in every:
+        assert len(said) == 20
+        assert all("there is no rank" in text or "is no whole number" in text for text in said), (
+            said
+        )

@@ -155,7 +155,7 @@ def within_one_rank(layout: str) -> list[str]:
     for block in (
         lambda: tutti.whole(run.model, slots=True),
         lambda: tutti.whole(run.model),
-        lambda: tutti.whole(run.model, rank=5),
+        lambda: tutti.whole(run.model, rank=1),
     ):
         try:
             with tutti.whole(run.encoder, rank=0), block():

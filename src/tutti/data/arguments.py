@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from tutti.argument_types import whole_number
 from tutti.data.collation import Collate, Collation
 from tutti.data.length_buckets import LengthBuckets, checked_bounds, lengths_of
 from tutti.data.loader import Loader
@@ -62,9 +63,9 @@ def checked_loader(
     workers: dict[str, Any],
 ) -> Loader:
     """The loader of these arguments; raises `TuttiError` for those that do not fit."""
-    _check_whole_number("batch_size", batch_size, 1)
-    _check_whole_number("num_workers", workers["num_workers"], 0)
-    _check_whole_number("seed", seed, None)
+    batch_size = whole_number("batch_size", batch_size, 1)
+    workers["num_workers"] = whole_number("num_workers", workers["num_workers"], 0)
+    seed = whole_number("seed", seed)
     _check_workers(workers)
     if weights is not None:
         check_weights(dataset, weights)
@@ -210,13 +211,6 @@ def _check_unshared(stream: Any, share_reads: bool | None) -> None:
         )
 
 
-def _check_whole_number(name: str, value: Any, least: int | None) -> None:
-    if type(value) is int and (least is None or value >= least):
-        return
-    above = "" if least is None else f" from {least}"
-    raise TuttiError(f"{name}={value!r} is no whole number{above}", fix=f"{name}={least or 0}")
-
-
 def _check_workers(workers: dict[str, Any]) -> None:
     """Refuse options of workers without workers, and values that no worker can have."""
     given = {k: workers[k] for k in _OF_WORKERS if workers[k]}
@@ -227,7 +221,7 @@ def _check_workers(workers: dict[str, Any]) -> None:
             fix=f"num_workers=2, or no {name}=",
         )
     if workers["prefetch_factor"] is not None:
-        _check_whole_number("prefetch_factor", workers["prefetch_factor"], 1)
+        whole_number("prefetch_factor", workers["prefetch_factor"], 1)
     timeout = workers["timeout"]
     if not isinstance(timeout, int | float) or timeout < 0:
         raise TuttiError(

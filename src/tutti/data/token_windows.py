@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from tutti.argument_types import whole_number
 from tutti.data.token_files import IndexedTokenFile, TokenFile, opened
 from tutti.errors import TuttiError
 
@@ -52,8 +53,7 @@ def tokens(
     Raises:
         TuttiError: a file that is missing, truncated or of another format, or no whole window.
     """
-    if type(window) is not int or window < 1:
-        raise TuttiError(f"window={window!r} is no whole number from 1", fix="window=1024")
+    window = whole_number("window", window, 1, fix="window=1024")
     one = isinstance(files, str | os.PathLike)
     paths = [files] if one else list(files) if isinstance(files, Sequence) else [files]
     for path in paths:

@@ -28,7 +28,8 @@ from tutti.comm.collectives.failure import called_alone, naming
 from tutti.comm.collectives.group import Group
 from tutti.comm.collectives.payload import digest
 from tutti.comm.collectives.transport import broadcast_
-from tutti.errors import CommError, LayoutError, TuttiError
+from tutti.errors import CommError, TuttiError
+from tutti.state.only_rank import checked_rank
 from tutti.state.replacing import put_in_place
 from tutti.state.residence import Residence, WholeBlock, is_here
 from tutti.state.residences import residences_of
@@ -76,6 +77,7 @@ class Whole:
         slots: the optimizers' slots too, for `optimizer.state_dict()` and `load_state_dict`.
 
     Raises:
+        LayoutError: there is no rank `rank`.
         TuttiError: at the end, if ranks have written different values, with the tensor's name; no rank
             takes over any then. Inside, for a call of a step on the model.
     """
@@ -92,6 +94,7 @@ class Whole:
 
     def __enter__(self) -> bool:
         line, every = quoted(user_line()), residences_of(self._module)
+        self._rank = checked_rank(self._rank, [home for _, home in every])
         try:
             found = [self._enter(*known, line) for known in every]
         except BaseException:
@@ -116,7 +119,6 @@ class Whole:
                 raise outer.refused_inside()
         if outer is not None and not shards:
             return True
-        self._check_rank(home)
         here = self._rank in (None, dist.get_rank())
         entered = _Entered(home, model, outer, [])
         self._entered.append(entered)
@@ -197,14 +199,6 @@ class Whole:
         every = [one for _, home in residences_of(self._module) for one in home.optimizers]
         return list({id(one): one for one in every}.values())
 
-    def _check_rank(self, home: Residence) -> None:
-        if self._rank is not None and not 0 <= self._rank < home.layout.num_ranks:
-            raise LayoutError(
-                f"there is no rank {self._rank} to have the weights whole",
-                why=f'layout "{home.layout}" has {home.layout.num_ranks} ranks',
-                fix="rank=0, or none given: on all",
-            )
-
 
 def whole(model: Any, *, rank: int | None = None, slots: bool = False) -> Whole:
     """A block in which the weights of `model` are whole, ordinary tensors, to read or write.
@@ -226,6 +220,7 @@ def whole(model: Any, *, rank: int | None = None, slots: bool = False) -> Whole:
     the live weight: steps do not change it, and writes into it are lost.
 
     Raises:
+        LayoutError: there is no rank `rank`.
         TuttiError: at the end, if ranks have written different values, with the tensor's name; no rank
             takes over any then.
     """
@@ -245,10 +240,12 @@ def model_state(model: Any, *, rank: int | None = None) -> dict[str, Any]:
     """`model.state_dict()` as on one device: whole plain tensors, copies on the CPU.
 
     Tied weights share memory. It gathers one shard after the other; all ranks call together. With `rank`
-    the others get an empty dict. `model` may be anything that `whole` takes.
+    the others get an empty dict. `model` may be anything that `whole` takes. Raises `LayoutError` for a
+    rank that there is not.
     """
     module = model if isinstance(model, nn.Module) else module_of(model)
     homes = [home for _, home in residences_of(module)]
+    rank = checked_rank(rank, homes)
     for home in homes:
         if home.block is not None and home.block.rank not in (None, dist.get_rank()):
             raise home.block.refused()
