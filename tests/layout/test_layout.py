@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,6 +74,43 @@ def test_a_layout_is_itself() -> None:
     assert Layout.parse(layout) is layout
 
 
+@pytest.mark.parametrize("given", [3, True, {"data": 2}, ["data=2"], b"data=2"])
+def test_what_is_no_text(given: Any) -> None:
+    message = error(given)
+    assert "is of type" in message and "not a text" in message and "fix" in message
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        (Layout(axes={"data": 1}, zero=7), "not a level of ZeRO"),
+        (Layout(micro=0), "micro=0"),
+        (Layout(axes={"foo": 2}), 'unknown word "foo=2"'),
+        (Layout(axes={"data": -2}), "data=-2"),
+        (Layout(axes={"data": 2.0}), "data=2.0"),  # type: ignore[dict-item]
+        (Layout(axes=None), "axes=None is of type NoneType"),  # type: ignore[arg-type]
+        (Layout(sync=None), "sync=None is of type NoneType"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_layout_of_wrong_fields_is_refused(layout: Layout, said: str) -> None:
+    assert said in error(layout)  # type: ignore[arg-type]
+
+
+def test_the_axes_of_a_layout_stand_outermost_first() -> None:
+    assert str(Layout.parse(Layout(axes={"tensor": 2, "data": 4}))) == "data=4 tensor=2"
+
+
+def test_a_word_that_there_is_not_cannot_be_left_out() -> None:
+    with pytest.raises(LayoutError, match="'foo' is no word"):
+        Layout.parse("data=2").without("foo")
+    assert str(Layout.parse("data=2 zero=1").without("zero").without("tensor")) == "data=2"
+
+
+def test_the_layout_of_one_device_is_named() -> None:
+    with pytest.raises(LayoutError, match='start 2 ranks, or "", the layout of one device'):
+        Layout.parse("data=2").check_ranks(1)
+
+
 def test_axes_stand_outermost_first_and_size_one_is_left_out_of_the_mesh() -> None:
     layout = Layout.parse("tensor=2 seq=1 data=4")
     assert str(layout) == "data=4 seq=1 tensor=2"
@@ -87,6 +126,19 @@ def test_axes_stand_outermost_first_and_size_one_is_left_out_of_the_mesh() -> No
         ("pipeline=2", "unknown word", "did you mean pipe"),
         ("shedule=zb", "unknown word", "did you mean schedule"),
         ("qqqq=2", "unknown word", "axis=size words"),
+        ("dp=2", 'unknown word "dp=2"', "did you mean data=2?"),
+        ("data=2 fsdp=4", 'unknown word "fsdp=4"', "did you mean data=4 zero=3?"),
+        ("tp=4", "unknown word", "did you mean tensor=4?"),
+        ("cp", "unknown word", "did you mean seq=2?"),
+        ("ep=2", "unknown word", "did you mean expert=2?"),
+        ("DATA=4", "unknown word", "did you mean data=4?"),
+        ("data=2,tensor=2", 'a "," between words', '"data=2 tensor=2"'),
+        ("data=2; zero=3;", 'a ";" between words', '"data=2 zero=3"'),
+        (
+            "replica=2, sync=average(every=2, then=4),data=2",
+            'a "," between words',
+            '"replica=2 sync=average(every=2, then=4) data=2"',
+        ),
         ("data = 2", 'a space beside "="', '"data=2"'),
         (
             "replica=2 sync = average(every=2)",

@@ -267,6 +267,6 @@ def _check(num_ranks: int | None, text: str, layout: Layout) -> int:
         raise LayoutError(
             f'layout "{text}" needs {needed} ranks, -n gives {num_ranks}',
             why=f"{product} is {layout.num_ranks}{servers}",
-            fix=f"-n {needed}, or sizes whose product is {num_ranks - layout.server}",
+            fix=f"-n {needed}, or {layout.nearest(num_ranks)}",
         )
     return needed

@@ -8,7 +8,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from types import NoneType
+from typing import Any
 
+from tutti.argument_types import check_type
 from tutti.errors import LayoutError
 from tutti.layout.budget import Budget
 from tutti.layout.mesh import Mesh
@@ -58,9 +61,20 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str | Layout | None) -> Layout:
-        """Read the words of `text` in any order; None and "" mean one device."""
+        """Read the words of `text` in any order; None and "" mean one device.
+
+        A `Layout` is read as its text, so that all its words are checked.
+        """
         if isinstance(text, Layout):
-            return text
+            return text._read_again()
+        check_type(
+            "layout",
+            text,
+            (str, NoneType),
+            wanted="a text",
+            fix='layout="data=2", or another text of axis=size words',
+            error=LayoutError,
+        )
         _check_marks(text or "")
         axes: dict[str, int] = {}
         options: dict[str, int | str] = {}
@@ -77,10 +91,20 @@ class Layout:
             elif name in _OPTIONS and equals and value:
                 options[name] = value
             else:
-                raise _unknown(word, name, bool(equals), text)
+                raise _unknown(word, name, value, text)
         layout = cls(axes={a: axes[a] for a in AXES if a in axes}, **options)  # type: ignore[arg-type]
         layout._check()
         return layout
+
+    def _read_again(self) -> Layout:
+        """This layout, checked as a text; another one if its axes are in another order."""
+        wrong: Any = {"fix": 'Layout.parse("data=2 zero=1")', "error": LayoutError}
+        check_type("axes", self.axes, dict, wanted="a dict of axes and sizes", **wrong)
+        for name in ("schedule", "sync", "precision", "remat"):
+            check_type(name, getattr(self, name), str, wanted="a text", **wrong)
+        text = str(self)
+        found = Layout.parse(text)
+        return self if found == self and str(found) == text else found
 
     def _check(self) -> None:
         if self.zero > 3:
@@ -223,8 +247,13 @@ class Layout:
         raise LayoutError(
             f'layout "{self}" needs {needed} ranks, but {num_ranks} were started',
             why=f"its axes multiply to {product} = {self.num_ranks}{servers if self.server else ''}",
-            fix=f'start {needed} ranks, or "{self._fitted(num_ranks)}"',
+            fix=f"start {needed} ranks, or {self.nearest(num_ranks)}",
         )
+
+    def nearest(self, num_ranks: int) -> str:
+        """The nearest layout of `num_ranks`, as an advice says it."""
+        found = str(self._fitted(num_ranks))
+        return f'"{found}"' if found else '"", the layout of one device'
 
     def _fitted(self, num_ranks: int) -> Layout:
         """The nearest layout of `num_ranks`: keep other axes that divide it, give `data` the rest."""
@@ -251,9 +280,15 @@ class Layout:
         return replace(self, micro=micro)
 
     def without(self, name: str) -> Layout:
-        """This layout without one word."""
+        """This layout without one word. Raises `LayoutError` for what is no word."""
         if name in self.axes:
             return replace(self, axes={a: s for a, s in self.axes.items() if a != name})
+        if name in AXES:
+            return self
+        if name not in _DEFAULTS:
+            raise LayoutError(
+                f"{name!r} is no word of a layout", fix="one of " + " ".join(AXES + _OPTIONS)
+            )
         return replace(self, **{name: _DEFAULTS[name]})
 
     @property
@@ -342,6 +377,16 @@ def _number(name: str, value: str, least: int, text: object) -> int:
     return int(value)
 
 
+# What other libraries call the axes.
+_OTHER_NAMES = {
+    **dict.fromkeys(("dp", "ddp"), "data={}"),
+    **dict.fromkeys(("fsdp", "fsdp2", "hsdp"), "data={} zero=3"),
+    **dict.fromkeys(("tp", "mp", "model"), "tensor={}"),
+    **dict.fromkeys(("cp", "sp", "ulysses", "ring"), "seq={}"),
+    "ep": "expert={}",
+    "pp": "pipe={}",
+}
+
 _EXAMPLES = {
     "precision": "bf16",
     "schedule": "1f1b",
@@ -350,8 +395,11 @@ _EXAMPLES = {
 }
 
 
+_SEPARATOR = r"\s*[,;]\s*(?=\w+=|$)"  # not within the name of a file
+
+
 def _check_marks(text: str) -> None:
-    """Raise `LayoutError` for spaces beside "=" between words, and for brackets without the other one."""
+    """Raise `LayoutError` for spaces beside "=", commas between words, and a bracket without its other."""
     opened, closed = text.count("("), text.count(")")
     if opened != closed:
         one, other = ("(", ")") if opened > closed else (")", "(")
@@ -363,9 +411,17 @@ def _check_marks(text: str) -> None:
     if re.search(r"\s=|=\s", outside.rstrip()):
         joined = re.sub(r"\s*=\s*", "=", text)
         raise LayoutError(f'a space beside "=" in layout "{text}"', fix=f'"{joined}"')
+    if found := re.search(_SEPARATOR, outside):
+        ends = [0, *(end for m in re.finditer(_SEPARATOR, outside) for end in m.span()), len(text)]
+        words = " ".join(text[i:j].strip() for i, j in zip(ends[::2], ends[1::2], strict=True))
+        raise LayoutError(
+            f'a "{found[0].strip()}" between words of layout "{text}"',
+            why="spaces separate words",
+            fix=f'"{words.strip()}"',
+        )
 
 
-def _unknown(word: str, name: str, has_value: bool, text: object) -> LayoutError:
+def _unknown(word: str, name: str, value: str, text: object) -> LayoutError:
     if word == "auto":
         return LayoutError(
             f'"auto" in layout "{text}": a layout must be chosen already here',
@@ -373,14 +429,18 @@ def _unknown(word: str, name: str, has_value: bool, text: object) -> LayoutError
             fix='"data=2 zero=3", say; tutti plan --devices "..." script.py ranks the layouts of a step',
         )
     known = AXES + _OPTIONS
-    near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
     if name in known:
         example = _EXAMPLES.get(name, "2")
         return LayoutError(f'"{word}" in layout "{text}" has no value', fix=f"{name}={example}")
-    return LayoutError(
-        f'unknown word "{word}" in layout "{text}"',
-        why="the words are " + " ".join(known),
-        fix=("did you mean " + " or ".join(near) + "?")
-        if near
-        else 'axis=size words: "data=2 zero=3"',
-    )
+    near = difflib.get_close_matches(name.lower(), known, n=2, cutoff=0.5)
+    size = value if value.isdigit() else "2"
+    if name.lower() in known:
+        fix = f"did you mean {name.lower()}={value or 2}?"
+    elif name.lower() in _OTHER_NAMES:
+        fix = f"did you mean {_OTHER_NAMES[name.lower()].format(size)}?"
+    elif near:
+        fix = "did you mean " + " or ".join(near) + "?"
+    else:
+        fix = 'axis=size words: "data=2 zero=3"'
+    why = "the words are " + " ".join(known)
+    return LayoutError(f'unknown word "{word}" in layout "{text}"', why=why, fix=fix)
