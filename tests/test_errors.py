@@ -110,6 +110,49 @@ def _convolutional(model: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.T
     return loss
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"place": {"0.weight": ("tensor", "-")}},
+            "place['0.weight']=('tensor', '-') is of type tuple",
+        ),
+        ({"place": {"0.weight": None}}, "place['0.weight']=None"),
+        ({"place": {0: "tensor, -"}}, "a name in place=0 is of type int"),
+        ({"place": 3}, "place=3 is of type int, not a mapping"),
+        ({"place": "tensor, -"}, "place='tensor, -' is of type str"),
+        ({"cut": None}, "cut=None is of type NoneType"),
+        ({"cut": 3}, "cut=3 is of type int"),
+        ({"cut": [3]}, "cut[0]=3 is of type int"),
+    ],
+)
+def test_arguments_of_another_type(options: dict[str, Any], said: str) -> None:
+    kind = LayoutError if "cut" in options else ShardingError
+    assert said in refused(kind, lambda: parts("tensor=2", **options)).what
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, "2", None, True])
+def test_a_proof_of_no_step(steps: Any) -> None:
+    train_step, model, optimizer, _ = zoo.CASES["sgd"].build()
+    given = train_step, model, optimizer, (X, Y), "data=2"
+    error = refused(TuttiError, lambda: tutti.verify(*given, steps=steps))
+    assert f"steps={steps!r} is no whole number from 1" in error.what
+
+
+def test_one_axis_for_two_dims() -> None:
+    error = refused(
+        ShardingError, lambda: on_virtual_ranks("tensor=2", {"up.weight": "tensor, tensor"})
+    )
+    assert "names the axis tensor twice" in error.what and "up.weight" in error.at
+
+
+def test_stages_that_begin_nowhere_new() -> None:
+    train_step, model, optimizer, _ = zoo.CASES["sgd"].build()
+    given = train_step, model, optimizer, (X, Y), "pipe=2 micro=2"
+    error = refused(LayoutError, lambda: tutti.verify(*given, cut="*"))
+    assert "the first stage begins at 0" in error.why and "such as" in error.fix
+
+
 def _placed_convolution(text: str) -> Any:
     model = nn.Sequential(nn.Conv2d(4, 4, 4, padding=1), nn.GELU())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tutti.argument_types import whole_number
 from tutti.calls.first_call import refuse_where_apart
 from tutti.capture.batch import taken, with_arguments
 from tutti.capture.default_device import in_own_default
@@ -154,8 +155,12 @@ def verify(
 
     Returns:
         A `Verdict`: `.ok`, `.max_error`, `.capture_error`, `.first_difference`; prints as a report.
+
+    Raises:
+        TuttiError: for `steps` below 1, or what `distribute` refuses.
     """
     options: Any = {"place": place, "cut": cut, "batch_dim": batch_dim, "seed": seed}
+    steps = whole_number("steps", steps, 1, fix="steps=2, or another number of steps to compare")
     job = Job.of(train_step, model, optimizer, layout_now(layout), **options)
     given = taken(batch)
     job.refuse_empty(given)

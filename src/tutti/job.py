@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from tutti.argument_types import check_type
 from tutti.capture.state.models import as_one_module
-from tutti.errors import LayoutError, TuttiError
+from tutti.errors import LayoutError, ShardingError, TuttiError
 from tutti.graph.randomness.seed import checked_seed
 from tutti.layout import Layout
 from tutti.propagate.batch_dim import BatchDim, Dims, dims_of
@@ -64,16 +65,17 @@ class Job:
         """The job of a user's arguments.
 
         Raises:
-            LayoutError: for a `batch_dim` under a layout with replicas.
+            LayoutError: for a `batch_dim` under a layout with replicas, or a `cut` that is no names.
+            ShardingError: for a `place` that is no mapping of texts.
             TuttiError: for a step that cannot be called with a model and an optimizer, a model without a
                 module, or a seed that is not an integer of 64 bits.
         """
         _refuse_other_steps(train_step, model, optimizer)
         _refuse_batch_dim(batch_dim, layout)
         train_step, module = as_one_module(train_step, model)
-        names = (cut,) if isinstance(cut, str) else tuple(cut)
         numbers = batch_dim, checked_seed(seed)
-        return cls(train_step, module, optimizer, layout, dict(place or {}), names, *numbers, found)
+        rest = _checked_place(place), _checked_cut(cut), *numbers, found
+        return cls(train_step, module, optimizer, layout, *rest)
 
     @property
     def trained(self) -> tuple[Callable[..., Any], nn.Module, Any]:
@@ -128,6 +130,30 @@ def _refuse_other_steps(train_step: Any, model: Any, optimizer: Any) -> None:
             why=f"it is called as {expected}",
             fix=f"def {expected.replace('*batch', 'x, y')}: ...",
         ) from None
+
+
+def _checked_place(place: Any) -> dict[str, str]:
+    if place is None:
+        return {}
+    fix = 'a text for each pattern of names, such as place={"*.q_proj.weight": "tensor, -"}'
+    wrong: Any = {"fix": fix, "error": ShardingError}
+    check_type("place", place, Mapping, wanted="a mapping", **wrong)
+    for name, text in place.items():
+        check_type("a name in place", name, str, wanted="a text", **wrong)
+        check_type(
+            f"place[{name!r}]", text, str, wanted="a text with an entry for each dim", **wrong
+        )
+    return dict(place)
+
+
+def _checked_cut(cut: Any) -> tuple[str, ...]:
+    wrong: Any = {"fix": 'cut=["layers.4"], or leave cut out', "error": LayoutError}
+    if isinstance(cut, str):
+        return (cut,)
+    check_type("cut", cut, Sequence, wanted="a name of a module or a sequence of them", **wrong)
+    for k, name in enumerate(cut):
+        check_type(f"cut[{k}]", name, str, wanted="a name of a module", **wrong)
+    return tuple(cut)
 
 
 def _refuse_batch_dim(told: BatchDim, layout: Layout) -> None:

@@ -240,3 +240,22 @@ def test_splits_of_no_elements() -> None:
     one, other = (Segment(0, ("a",)),), (Segment(0, ("b",)),)
     assert united(one, one, mesh) == united(one, (Segment(0),), mesh) == one
     assert united(one, other, mesh) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a, a", "names the axis a twice"),
+        ("a+a, -", "names the axis a twice"),
+        ("4@a*2@a, 8", "names the axis a twice"),
+        ("8@a, 8 {partial a}", "names the axis a twice"),
+        ("8, 8 {partial a a:max}", "names the axis a twice"),
+        ("4@a, 8", "another size than 8"),
+        (("a", "-"), "is of type tuple, not a text"),
+        (None, "is of type NoneType, not a text"),
+    ],
+)
+def test_text_that_is_no_sharding(text: str, said: str) -> None:
+    with pytest.raises(ShardingError, match=said) as caught:
+        Sharding.parse(text, (8, 8))
+    assert caught.value.fix

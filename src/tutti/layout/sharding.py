@@ -24,10 +24,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tutti.argument_types import check_type
 from tutti.errors import ShardingError
 from tutti.layout.mesh import Mesh
 
 Axes = tuple[str, ...]
+
+# For errors.
+_ENTRIES = 'an axis name, "a+b" for several, or "-" for a dim that stays whole'
 
 
 class Segment(NamedTuple):
@@ -172,7 +176,11 @@ class Sharding:
 
     @classmethod
     def parse(cls, text: str, shape: Sequence[int] | None = None) -> Sharding:
-        """Read `"data, tensor, -"` (with `shape`) or the sized form that `str` prints."""
+        """Read `"data, tensor, -"` (with `shape`) or the sized form that `str` prints.
+
+        Raises `ShardingError` for anything else, an axis named twice, or entries of another shape.
+        """
+        check_type("the sharding", text, str, wanted="a text", fix=_ENTRIES, error=ShardingError)
         match = re.fullmatch(r"\s*([^{}]*?)\s*(?:\{partial ([^{}]*)\})?\s*", text)
         if match is None:
             raise ShardingError(f'cannot read the sharding "{text}"', fix='write "data, tensor, -"')
@@ -181,12 +189,13 @@ class Sharding:
             raise ShardingError(
                 f'"{text}" has {len(entries)} entries for a tensor of {len(shape)} dims',
                 why=f"the shape is {list(shape)}; a sharding has one entry per dim",
-                fix='an axis name, "a+b" for several, or "-" for a dim that stays whole',
+                fix=_ENTRIES,
             )
         dims = tuple(
             _parse_dim(e, None if shape is None else int(shape[i])) for i, e in enumerate(entries)
         )
-        pairs = (p.partition(":") for p in (match[2] or "").split())
+        pairs = [p.partition(":") for p in (match[2] or "").split()]
+        _refuse_twice(text, dims, [name for name, _, _ in pairs])
         return cls(dims, tuple((name, op or "sum") for name, _, op in pairs))
 
     def __str__(self) -> str:
@@ -272,6 +281,18 @@ def _divides(sharding: Sharding, mesh: Mesh) -> bool:
     return all(seg.size % mesh.size(seg.axes) == 0 for dim in sharding.dims for seg in dim)
 
 
+def _refuse_twice(text: str, dims: tuple[Dim, ...], pending: list[str]) -> None:
+    """Each coordinate along an axis belongs to one part of a dim, or to one summand."""
+    axes = [axis for dim in dims for seg in dim for axis in seg.axes] + pending
+    twice = next((axis for axis in axes if axes.count(axis) > 1), None)
+    if twice is not None:
+        raise ShardingError(
+            f'the sharding "{text}" names the axis {twice} twice',
+            why="an axis splits one dim of a tensor, once",
+            fix=f'{twice} for one dim, and "-" for the others',
+        )
+
+
 def _parse_dim(entry: str, size: int | None) -> Dim:
     if size is not None and re.fullmatch(r"-|[A-Za-z_]\w*(\+\w+)*", entry):
         return (Segment(size, () if entry == "-" else tuple(entry.split("+"))),)
@@ -281,9 +302,14 @@ def _parse_dim(entry: str, size: int | None) -> Dim:
         if match is None:
             raise ShardingError(
                 f'cannot read "{entry}" in a sharding',
-                fix='an axis name, "a+b" for several, or "-" for a dim that stays whole',
+                fix=_ENTRIES,
             )
         segments.append(Segment(int(match[1]), tuple(match[2].split("+")) if match[2] else ()))
+    if size is not None and math.prod(s.size for s in segments) != size:
+        raise ShardingError(
+            f'"{entry}" in a sharding is for another size than {size}, that of its dim',
+            fix=_ENTRIES,
+        )
     return tuple(segments)
 
 

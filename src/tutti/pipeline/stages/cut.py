@@ -151,9 +151,15 @@ class _StageCutter:
                 )
             found.append(at[0])
         if found != sorted(set(found)) or not found[0]:
+            begins = [f'"{name}" begins at {i}' for name, i in zip(names, found, strict=True)]
+            later = {n.meta.get("module") or "": None for n in self.forward[1:]}
+            free = [m for m in later if m and not _belongs(self.forward[0], m)]
             raise LayoutError(
                 "cut= must name modules in the order in which the forward comes to them",
-                why=f"they begin at nodes {', '.join(map(str, found))} of {len(self.forward)}",
+                why=f"of the nodes 0 to {len(self.forward) - 1} "
+                + ", ".join(begins)
+                + ("; the first stage begins at 0" if not found[0] else ""),
+                fix="in this order, such as " + ", ".join(free[:6]) if free else "leave cut out",
             )
         return found
 
