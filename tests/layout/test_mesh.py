@@ -71,3 +71,10 @@ def test_text_that_cannot_be_read(text: str) -> None:
 def test_membership() -> None:
     mesh = Mesh.parse("data=2 tensor=4")
     assert "data" in mesh and "seq" not in mesh and list(mesh) == ["data", "tensor"]
+
+
+@pytest.mark.parametrize("rank", [-1, 8, 100])
+def test_a_rank_outside_of_the_mesh(rank: int) -> None:
+    with pytest.raises(LayoutError, match=f'mesh "data=2 tensor=4" has no rank {rank}') as caught:
+        Mesh.parse("data=2 tensor=4").coordinates(rank)
+    assert caught.value.fix == "a rank from 0 to 7"

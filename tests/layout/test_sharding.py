@@ -259,3 +259,22 @@ def test_text_that_is_no_sharding(text: str, said: str) -> None:
     with pytest.raises(ShardingError, match=said) as caught:
         Sharding.parse(text, (8, 8))
     assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "size", "said"),
+    [
+        ("a, b", (7, 3), (7, 3), "all parts of a dim have one size"),
+        ("a, -", (8, 3), (6, 3), r"it is one of a tensor of shape \[8, 3\]"),
+        ("a, -", (8, 3), (4, 6), r"it is one of a tensor of shape \[8, 3\]"),
+        ("-, -", (8, 3), (8,), r"it is one of a tensor of shape \[8, 3\]"),
+        ("c, -", (8, 3), (8, 3), "the mesh has no axis c"),
+    ],
+)
+def test_a_tensor_that_cannot_be_cut(
+    text: str, shape: tuple[int, ...], size: tuple[int, ...], said: str
+) -> None:
+    mesh = Mesh.parse("a=2 b=4")
+    with pytest.raises(ShardingError, match=said) as caught:
+        Sharding.parse(text, shape).cut(torch.zeros(size), mesh, mesh.coordinates(0))
+    assert caught.value.fix

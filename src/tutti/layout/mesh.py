@@ -63,21 +63,26 @@ class Mesh:
         return Mesh, (self.axes,)  # hashes of text differ between processes
 
     @cached_property
-    def _sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, int]:
+        """The number of ranks along each axis."""
         return dict(self.axes)
 
     def size(self, axes: str | Iterable[str]) -> int:
         """The product of the sizes of `axes`."""
         if isinstance(axes, str):
             axes = (axes,)
-        sizes = self._sizes
+        sizes = self.sizes
         return math.prod([sizes[a] for a in axes])
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The coordinate of `rank` along each axis."""
-        coordinates = {}
+        """The coordinate of `rank` along each axis. Raises `LayoutError` for a rank outside of the mesh."""
+        coordinates, rest = {}, rank
         for name, size in reversed(self.axes):
-            rank, coordinates[name] = divmod(rank, size)
+            rest, coordinates[name] = divmod(rest, size)
+        if rest:  # below 0 it stays below 0
+            raise LayoutError(
+                f'mesh "{self}" has no rank {rank}', fix=f"a rank from 0 to {self.num_ranks - 1}"
+            )
         return dict(reversed(coordinates.items()))
 
     def rank(self, coordinates: dict[str, int]) -> int:

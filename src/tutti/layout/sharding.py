@@ -263,10 +263,28 @@ class Sharding:
         return index
 
     def cut(self, x: Tensor, mesh: Mesh, coordinates: dict[str, int]) -> Tensor:
-        """The part of the whole `x` that the rank at `coordinates` holds (partial axes aside)."""
+        """The part of the whole `x` that the rank at `coordinates` holds (partial axes aside).
+
+        Raises `ShardingError` for a tensor of another shape, or a mesh over which it does not divide.
+        """
+        fits = self.axes <= mesh.sizes.keys() and self.divides(mesh)
+        if not fits or tuple(x.shape) != self.shape:
+            raise self._cannot_cut(x, mesh)
         if not self.axes:
             return x
         return self.view_of(x, mesh, coordinates).reshape(self.local_shape(mesh))
+
+    def _cannot_cut(self, x: Tensor, mesh: Mesh) -> ShardingError:
+        what = f'the sharding "{self}" cannot cut a tensor of shape {list(x.shape)} over mesh "{mesh}"'
+        if lacks := sorted(self.axes - mesh.sizes.keys()):
+            why, fix = f"the mesh has no axis {lacks[0]}", f"a mesh with {lacks[0]}=2, or another axis"
+        elif tuple(x.shape) != self.shape:
+            why = f"it is one of a tensor of shape {list(self.shape)}"
+            fix = f"Sharding.parse(text, {list(x.shape)})"
+        else:
+            why = "all parts of a dim have one size"
+            fix = "sizes that the ranks of their axes divide"
+        return ShardingError(what, why=why, fix=fix)
 
 
 @lru_cache(maxsize=65536)
