@@ -153,6 +153,13 @@ def test_stages_that_begin_nowhere_new() -> None:
     assert "the first stage begins at 0" in error.why and "such as" in error.fix
 
 
+def test_explaining_a_tensor_that_is_no_name() -> None:
+    step = parts("")
+    step(X, Y)
+    error = refused(TuttiError, lambda: step.explain(tensor=3))  # type: ignore[arg-type]
+    assert "tensor=3 is of type int, not a text" in error.what
+
+
 def _placed_convolution(text: str) -> Any:
     model = nn.Sequential(nn.Conv2d(4, 4, 4, padding=1), nn.GELU())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from pathlib import Path
 from typing import Any, cast
 
+from tutti.argument_types import check_type
 from tutti.errors import TuttiError
 
 # Each process has one of its own: others do not see its files.
 _OF_ONE_PROCESS = ("memory",)
 
 
-def path_of(text: str | Path) -> Path:
+def path_of(text: str | Path, name: str = "path") -> Path:
     """A local path; for a URL one with the same methods, which is no `pathlib.Path`.
 
+    Args:
+        name: of the argument, for errors.
+
     Raises:
-        TuttiError: fsspec does not know the protocol of the URL, or its package is not installed.
+        TuttiError: it is no path, or an empty text; fsspec does not know the protocol of the URL, or its
+            package is not installed.
     """
+    if not hasattr(text, "fs"):  # a path of fsspec
+        kinds, fix = (str, os.PathLike), f'{name}="runs/gpt"'
+        check_type(name, text, kinds, wanted="a text or a path", fix=fix)
+    if isinstance(text, str) and not text.strip():
+        why = "it would be the current folder"
+        raise TuttiError(f"{name}={text!r} names no place", why=why, fix=f'{name}="runs/gpt"')
     if "://" not in str(text):
         return Path(text)
     from upath import UPath

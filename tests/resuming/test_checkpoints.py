@@ -294,12 +294,43 @@ class Stateless:
         ({"every": 0}, "every=0"),
         ({"every": "10 parsecs"}, "every='10 parsecs'"),
         ({"keep": 0}, "keep=0"),
+        ({"keep_best": 3}, "keep_best=3 is of type int"),
+        ({"keep_best": ""}, 'keep_best="" names no metric'),
+        ({"keep_best": "-"}, 'keep_best="-" names no metric'),
+        ({"asynchronous": "yes"}, "asynchronous='yes' is of type str"),
         ({"loader": Stateless()}, 'the part "loader" has no state'),
     ],
 )
 def test_arguments_are_checked(alone: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(TuttiError, match=said):
         alone(**options)
+
+
+@pytest.mark.parametrize("folder", [None, 3, b"runs", ""])
+def test_a_folder_that_is_no_path(folder: Any) -> None:
+    with pytest.raises(TuttiError, match="folder=") as caught:
+        SmallRun(folder)
+    assert caught.value.fix
+
+
+def test_a_metric_of_the_best_that_tick_never_gets_is_told(alone: Any) -> None:
+    run = alone(every=1, keep=2, keep_best="acuracy")
+    for _ in range(4):
+        run.step(torch.randn(12, 8), torch.randn(12, 4))
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            run.checkpoints.tick(accuracy=0.5)
+        told = [str(one.message) for one in heard if "keep_best" in str(one.message)]
+        assert bool(told) is (run.step.num_steps == 2)
+        assert all('keep_best="acuracy"' in text and "got accuracy" in text for text in told)
+
+
+def test_the_folder_of_a_run_is_no_checkpoint(alone: Any, tmp_path: Path) -> None:
+    run = alone(every=1)
+    run.until(2)
+    with pytest.raises(CheckpointError, match="the folder of a run") as caught:
+        run.step.load(tmp_path / "run")
+    assert str(tmp_path / "run" / "step-00000002") in caught.value.fix
 
 
 def test_parts_that_a_step_saves_are_refused(alone: Any) -> None:

@@ -255,3 +255,31 @@ def test_a_rank_that_saves_alone_is_told_so(tmp_path: Path) -> None:
     said = "CommError: cannot write the checkpoint checkpoint: rank 1 did not join rank 0"
     assert said in ended.stderr and "take it out of `if rank == 0:`" in ended.stderr
     assert "Timed out" not in ended.stderr and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.bin", "model.pth"])
+def test_the_name_of_a_file_of_torch_is_refused(tmp_path: Path, name: str) -> None:
+    """A save made a directory of that name, and a load of the file named no way to read it."""
+    step, path = runs.prepare("sgd").step, tmp_path / name
+    with pytest.raises(CheckpointError, match="a checkpoint is a directory") as caught:
+        step.save(path)
+    assert f'"{tmp_path / "model"}.safetensors"' in caught.value.fix and not path.exists()
+    torch.save(step.model_state(), path)
+    with pytest.raises(CheckpointError, match="is a file, not a checkpoint") as caught:
+        step.load(path)
+    assert f'with step.whole(): model.load_state_dict(torch.load("{path}"))' in caught.value.fix
+
+
+def test_arguments_of_another_type() -> None:
+    step = runs.prepare("sgd").step
+    calls: list[tuple[Callable[[], Any], str]] = [
+        *((lambda x=x: step.load_state_dict(x), "state=") for x in (None, 3)),
+        (lambda: step.load_state_dict({"a": 1}), "state\\['a'\\]=1 is of type int, not a tensor"),
+        (lambda: step.save("unused", extra=3), "extra=3 is of type int, not a mapping"),  # type: ignore[arg-type]
+        *((lambda x=x: step.save(x), "path=") for x in (None, 3, "")),
+        *((lambda x=x: step.load(x), "path=") for x in (None, 3, "")),
+    ]
+    for call, said in calls:
+        with pytest.raises(tutti.TuttiError, match=said) as caught:
+            call()
+        assert caught.value.fix

@@ -27,6 +27,8 @@ from tutti.errors import CheckpointError
 # Format 1 has its files beside the manifest, and no checksums.
 FORMAT = 2
 MANIFEST = "tutti.json"
+# The checkpoint of a step in the folder of a run.
+STEP_FOLDER = re.compile(r"step-(\d{8,})")
 USE_EARLIER = "use an earlier checkpoint"
 STATE_FOLDER = re.compile(r"state-[0-9a-f]{16}")
 
@@ -92,11 +94,35 @@ def read_manifest(path: Path) -> str:
         return file.read_text()
     except FileNotFoundError:
         there = path.exists()
+        if there and (newest := _newest_step(path)) is not None:
+            raise CheckpointError(
+                f"{path} is the folder of a run, not a checkpoint",
+                why="tutti.Checkpoints keeps a checkpoint for each saved step in it",
+                fix=f'the newest is "{newest}"; or tutti.Checkpoints("{path}", step=step).restore()',
+            ) from None
         why = f"it has no {MANIFEST}, which a save writes last" if there else "no such directory"
         what = f"{path} is not a whole checkpoint"
         raise CheckpointError(what, why=why, fix=USE_EARLIER) from None
+    except NotADirectoryError:
+        raise CheckpointError(
+            f"{path} is a file, not a checkpoint",
+            why="step.save makes a directory, or a file that ends in .safetensors",
+            fix="for a file of torch.save with the model alone: with step.whole(): "
+            f'model.load_state_dict(torch.load("{path}"))',
+        ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read", why=str(error), fix=USE_EARLIER) from error
+
+
+def _newest_step(path: Path) -> Path | None:
+    """The checkpoint of the last step in the folder of a run; None if it is none."""
+    try:
+        steps = [
+            p for p in path.iterdir() if STEP_FOLDER.fullmatch(p.name) and (p / MANIFEST).exists()
+        ]
+    except OSError:
+        return None
+    return max(steps, key=lambda p: int(p.name.partition("-")[2]), default=None)
 
 
 def parse_manifest(text: str, path: Path) -> Manifest:

@@ -275,9 +275,14 @@ class Sharding:
         return self.view_of(x, mesh, coordinates).reshape(self.local_shape(mesh))
 
     def _cannot_cut(self, x: Tensor, mesh: Mesh) -> ShardingError:
-        what = f'the sharding "{self}" cannot cut a tensor of shape {list(x.shape)} over mesh "{mesh}"'
+        what = (
+            f'the sharding "{self}" cannot cut a tensor of shape {list(x.shape)} over mesh "{mesh}"'
+        )
         if lacks := sorted(self.axes - mesh.sizes.keys()):
-            why, fix = f"the mesh has no axis {lacks[0]}", f"a mesh with {lacks[0]}=2, or another axis"
+            why, fix = (
+                f"the mesh has no axis {lacks[0]}",
+                f"a mesh with {lacks[0]}=2, or another axis",
+            )
         elif tuple(x.shape) != self.shape:
             why = f"it is one of a tensor of shape {list(self.shape)}"
             fix = f"Sharding.parse(text, {list(x.shape)})"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import os
 from fnmatch import fnmatchcase
+from types import NoneType
 
 from torch import fx
 
+from tutti.argument_types import check_type
 from tutti.graph import text
 from tutti.graph.edits.edit import source_of
 from tutti.graph.ops.boundary import boundary
@@ -40,6 +42,8 @@ def explain(
     `measured`: measured bytes of a call. `run`: the executed graph here, `made`: the program split in time,
     if known.
     """
+    kinds, fix = (str, NoneType), 'tensor="layers.0.*", a name or a pattern of names'
+    check_type("tensor", tensor, kinds, wanted="a text", fix=fix)
     if tensor is not None:
         return "\n".join(_provenance(program, tensor))
     if made is None and program.layout.in_time:

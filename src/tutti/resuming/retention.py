@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tutti.argument_types import check_type
 from tutti.checkpoint.owner_lock import lock_folder
 from tutti.errors import CheckpointError, TuttiError
 from tutti.resuming.run_folder import SavedStep, remove_leftovers, remove_step, whole_steps
@@ -19,7 +20,7 @@ class Retention:
     `best` is a metric of which less is better, or with a "-" before it, more; "" for none.
 
     Raises:
-        TuttiError: `keep` is no number of steps.
+        TuttiError: `keep` is no number of steps, or `best` no name.
     """
 
     keep: int | None = 3
@@ -31,6 +32,10 @@ class Retention:
                 f"keep={self.keep!r} is no number of checkpoints to keep",
                 fix="keep=3, or keep=None for all",
             )
+        fix = 'keep_best="loss" for the least, "-accuracy" for the greatest, or None'
+        check_type("keep_best", self.best, str, wanted="the name of a metric", fix=fix)
+        if self.best == "-":
+            raise TuttiError('keep_best="-" names no metric', fix=fix)
 
     @property
     def metric(self) -> str:

@@ -9,14 +9,16 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any, Self
 
 from torch import Tensor
 
+from tutti.argument_types import check_type
 from tutti.capture.default_device import own_default_in
 from tutti.checkpoint.unanimous import ranks_of
 from tutti.environment import ROLE
-from tutti.errors import CheckpointError, CommError
+from tutti.errors import CheckpointError, CommError, TuttiError
 from tutti.launch.ranks import ensure_process_group
 from tutti.launch.roles import SERVER, WORKER, Role
 from tutti.launch.telling import tell_last_save
@@ -26,7 +28,7 @@ from tutti.resuming import restoring, run_folder
 from tutti.resuming.agreement import Agreement
 from tutti.resuming.background_saves import BUSY, FAILED
 from tutti.resuming.due import Due
-from tutti.resuming.history import History
+from tutti.resuming.history import STEP, History
 from tutti.resuming.parts import RunParts
 from tutti.resuming.retention import Retention
 from tutti.resuming.saver import Saver
@@ -63,7 +65,7 @@ class Checkpoints:
         keep: how many of the newest checkpoints stay; None for all. If a metric given to `tick` is NaN in all
             of these, the newest one before stays, too.
         keep_best: a metric given to `tick`: the checkpoint with its least value stays, too; "-accuracy" for
-            the greatest.
+            the greatest. A warning tells if no `tick` has had it when the first checkpoints go.
         asynchronous: whether `tick` waits only for a copy of the state, in memory taken at its first call,
             and a process beside each rank writes it. None: if the state has 16 MB or more. Replicas
             and servers save at once.
@@ -86,9 +88,13 @@ class Checkpoints:
         asynchronous: bool | None = None,
         **parts: Any,
     ) -> None:
-        self._folder = path_of(folder)
+        self._folder = path_of(folder, "folder")
+        given, kinds = "a truth value or None", (bool, NoneType)
+        check_type("asynchronous", asynchronous, kinds, wanted=given, fix="asynchronous=True")
+        if keep_best == "":
+            raise TuttiError('keep_best="" names no metric', fix='keep_best="loss", or None')
         self._due, self._parts = Due(every), RunParts(parts)
-        self._retention = Retention(keep, keep_best or "")
+        self._retention = Retention(keep, "" if keep_best is None else keep_best)
         self._saver = Saver(self._folder, self._parts, self._retention)
         self._history, self._signals = History(), StopSignals()
         self._agreement: Agreement | None = None
@@ -100,6 +106,7 @@ class Checkpoints:
         self._stop = 0  # the vote that ended the run
         self._rounds_since_save = 0
         self._warned_of_nan = False
+        self._saves_without_best = 0
         self._due.begin(self._parts.num_steps)
         if Role.parse(ROLE.read() or f"{WORKER} 0").kind == SERVER:
             self._signals.install()  # it serves until the workers have saved and left
@@ -217,6 +224,7 @@ class Checkpoints:
         note("save", step=step, folder=str(self._folder), seconds=time.perf_counter() - began)
         self._saved_before, self._saved = self._saved, step
         self._warn_of_nan(step, metrics)
+        self._warn_of_no_best()
         self._due.saved()
 
     def _warn_of_nan(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -227,6 +235,21 @@ class Checkpoints:
             warnings.warn(
                 f"the checkpoint of step {step} has {lost[0]}=nan, and its weights may hold NaN: the newest "
                 f"one without stays in {self._folder}; remove those behind it to go on from there",
+                stacklevel=users_level(),
+            )
+
+    def _warn_of_no_best(self) -> None:
+        """Warn once, before a checkpoint goes, that none is the best: `tick` has not got its metric."""
+        metric, known = self._retention.metric, self._history.columns()
+        if not metric or metric in known:
+            return
+        self._saves_without_best += 1
+        if self._saves_without_best == (self._retention.keep or 1):
+            names = sorted(known.keys() - {STEP})
+            given = f"it has got {', '.join(names)}" if names else "it has got no metrics"
+            warnings.warn(
+                f'no checkpoint stays as the best: tick has not got the metric of keep_best="{metric}" yet '
+                f"({given}): run.tick({metric}=...)",
                 stacklevel=users_level(),
             )
 

@@ -23,6 +23,7 @@ from tutti.checkpoint.folder import index_damage, refuse_dangling
 from tutti.checkpoint.manifest import (
     MANIFEST,
     STATE_FOLDER,
+    STEP_FOLDER,
     Manifest,
     parse_manifest,
     read_manifest,
@@ -31,7 +32,6 @@ from tutti.durable import sync_folder
 from tutti.errors import CheckpointError
 from tutti.remote_paths import is_remote, remove_tree
 
-_STEP = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(new|old)")
 RUN = "tutti.run"
 FORMAT = 1
@@ -133,7 +133,7 @@ def numbers(folder: Path) -> list[int]:
         names = [path.name for path in folder.iterdir()]
     except FileNotFoundError:
         return []
-    return sorted(int(found[1]) for name in names if (found := _STEP.fullmatch(name)))
+    return sorted(int(found[1]) for name in names if (found := STEP_FOLDER.fullmatch(name)))
 
 
 def refuse_other_step(path: Path, record: RunRecord) -> None:
@@ -216,7 +216,7 @@ def remove_leftovers(folder: Path) -> None:
 
 def _is_unfinished(path: Path) -> bool:
     """Whether a remote step has files of a save, and no manifest."""
-    if not _STEP.fullmatch(path.name):
+    if not STEP_FOLDER.fullmatch(path.name):
         return False
     names = {one.name for one in path.iterdir()}
     return MANIFEST not in names and any(map(STATE_FOLDER.fullmatch, names))

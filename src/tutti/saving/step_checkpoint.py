@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tutti.argument_types import check_type
 from tutti.calls.first_call import refuse_in_shards
 from tutti.calls.running import Running
 from tutti.capture.state.first_form import awaiting, make_places, make_slots
 from tutti.capture.state.lift import StateTensor, state_of
 from tutti.checkpoint.files import Reading, write_checkpoint
 from tutti.checkpoint.folder import open_folder
-from tutti.checkpoint.manifest import Manifest, TensorForm
+from tutti.checkpoint.manifest import MANIFEST, Manifest, TensorForm
 from tutti.checkpoint.owner_lock import OwnerLock
 from tutti.checkpoint.share_plans import share_planner
 from tutti.checkpoint.state_names import check_names
@@ -46,6 +48,7 @@ from tutti.state.residences import adopt, known_residence, refuse_open, residenc
 from tutti.state.shards import plain_dtensor, unguarded
 
 COUNT = "num_steps"
+_FILES_OF_TORCH = (".pt", ".pth", ".bin")
 _SLOTS = ("optim.", saved_values.PREFIX + "optim.")
 # Another run may replace a checkpoint while this one reads it.
 _MOST_TRIES = 3
@@ -86,6 +89,11 @@ def _kept(state: list[StateTensor]) -> dict[str, Tensor]:
 
 def load_state_dict(running: Running, state: Mapping[str, Any]) -> None:
     """Take over this rank's state, after a check of all names and shapes."""
+    wrong: Any = {"fix": "what step.state_dict() has returned", "error": CheckpointError}
+    check_type("state", state, Mapping, wanted="a mapping from names to tensors", **wrong)
+    for name, x in state.items():
+        if name != COUNT:
+            check_type(f"state[{name!r}]", x, Tensor, wanted="a tensor", **wrong)
     every = _state(running, state)
     _refuse_unplaced(running, every, state)
     mine = _kept(every)
@@ -123,6 +131,9 @@ def _restart(running: Running) -> None:
 
 def save(running: Running, path: Path, extra: Mapping[str, Any] | None) -> None:
     """Save all of the state; it becomes visible, whole, by one rename."""
+    _refuse_file_of_torch(path)
+    kinds, fix = (Mapping, NoneType), 'extra={"epoch": 3}, or none'
+    check_type("extra", extra, kinds, wanted="a mapping", fix=fix, error=CheckpointError)
 
     def act(ranks: Unanimous) -> None:
         is_weights = _names_weights(path)
@@ -153,6 +164,19 @@ def refuse_unequal(running: Running, ranks: Unanimous, what: str) -> None:
         equal_ranks.refuse_unequal(
             _state(running), home, ranks, what, running.divergence.fix_of_state
         )
+
+
+def _refuse_file_of_torch(path: Path) -> None:
+    """Raise `CheckpointError` for the name of a file of `torch.save`, unless it is a checkpoint already."""
+    if path.suffix not in _FILES_OF_TORCH or (path / MANIFEST).exists():
+        return
+    whole = path.with_suffix("")
+    raise CheckpointError(
+        f"{path} has the name of a file of torch.save, but a checkpoint is a directory",
+        why="each rank writes its part into a file of its own",
+        fix=f'step.save("{whole}") for all of the state, step.save("{whole}.safetensors") for the model '
+        f'alone, or torch.save(step.model_state(), "{path}")',
+    )
 
 
 def _names_weights(path: Path) -> bool:
