@@ -14,6 +14,7 @@ from typing import Any
 from tutti.argument_types import check_type
 from tutti.errors import LayoutError
 from tutti.layout.budget import Budget
+from tutti.layout.layout_words import check_marks, number, unknown
 from tutti.layout.mesh import Mesh
 
 # Outermost first: ranks that differ in the last axis only are neighbors, on the fastest links.
@@ -75,7 +76,7 @@ class Layout:
             fix='layout="data=2", or another text of axis=size words',
             error=LayoutError,
         )
-        _check_marks(text or "")
+        check_marks(text or "")
         axes: dict[str, int] = {}
         options: dict[str, int | str] = {}
         for word in re.findall(r"[^\s(]+(?:\([^)]*\))?", text or ""):
@@ -85,13 +86,13 @@ class Layout:
                     f'"{name}" appears twice in layout "{text}"', fix="keep one of them"
                 )
             if name in AXES and equals:
-                axes[name] = _number(name, value, 1, text)
+                axes[name] = number(name, value, 1, text)
             elif name in ("zero", "micro", "server") and equals:
-                options[name] = _number(name, value, 1 if name == "micro" else 0, text)
+                options[name] = number(name, value, 1 if name == "micro" else 0, text)
             elif name in _OPTIONS and equals and value:
                 options[name] = value
             else:
-                raise _unknown(word, name, value, text)
+                raise unknown(word, name, value, text, AXES + _OPTIONS)
         layout = cls(axes={a: axes[a] for a in AXES if a in axes}, **options)  # type: ignore[arg-type]
         layout._check()
         return layout
@@ -366,81 +367,3 @@ _NOT_SERVED = {
     "schedule": "a worker has no stages",
 }
 _DEFAULTS = {f.name: f.default for f in fields(Layout) if f.name != "axes"}
-
-
-def _number(name: str, value: str, least: int, text: object) -> int:
-    if not value.isdigit() or int(value) < least:
-        raise LayoutError(
-            f'"{name}={value}" in layout "{text}" is not a whole number from {least}',
-            fix=f"{name}={max(least, 2)}",
-        )
-    return int(value)
-
-
-# What other libraries call the axes.
-_OTHER_NAMES = {
-    **dict.fromkeys(("dp", "ddp"), "data={}"),
-    **dict.fromkeys(("fsdp", "fsdp2", "hsdp"), "data={} zero=3"),
-    **dict.fromkeys(("tp", "mp", "model"), "tensor={}"),
-    **dict.fromkeys(("cp", "sp", "ulysses", "ring"), "seq={}"),
-    "ep": "expert={}",
-    "pp": "pipe={}",
-}
-
-_EXAMPLES = {
-    "precision": "bf16",
-    "schedule": "1f1b",
-    "sync": "average(every=16)",
-    "remat": "full",
-}
-
-
-_SEPARATOR = r"\s*[,;]\s*(?=\w+=|$)"  # not within the name of a file
-
-
-def _check_marks(text: str) -> None:
-    """Raise `LayoutError` for spaces beside "=", commas between words, and a bracket without its other."""
-    opened, closed = text.count("("), text.count(")")
-    if opened != closed:
-        one, other = ("(", ")") if opened > closed else (")", "(")
-        raise LayoutError(
-            f'a "{one}" in layout "{text}" is without its "{other}"',
-            fix=f'"{text})"' if opened == closed + 1 else f'as many "{other}" as "{one}"',
-        )
-    outside = re.sub(r"\([^)]*\)", lambda m: "x" * len(m[0]), text)
-    if re.search(r"\s=|=\s", outside.rstrip()):
-        joined = re.sub(r"\s*=\s*", "=", text)
-        raise LayoutError(f'a space beside "=" in layout "{text}"', fix=f'"{joined}"')
-    if found := re.search(_SEPARATOR, outside):
-        ends = [0, *(end for m in re.finditer(_SEPARATOR, outside) for end in m.span()), len(text)]
-        words = " ".join(text[i:j].strip() for i, j in zip(ends[::2], ends[1::2], strict=True))
-        raise LayoutError(
-            f'a "{found[0].strip()}" between words of layout "{text}"',
-            why="spaces separate words",
-            fix=f'"{words.strip()}"',
-        )
-
-
-def _unknown(word: str, name: str, value: str, text: object) -> LayoutError:
-    if word == "auto":
-        return LayoutError(
-            f'"auto" in layout "{text}": a layout must be chosen already here',
-            why='tutti run and distribute(..., layout="auto") choose one, for the ranks of a run',
-            fix='"data=2 zero=3", say; tutti plan --devices "..." script.py ranks the layouts of a step',
-        )
-    known = AXES + _OPTIONS
-    if name in known:
-        example = _EXAMPLES.get(name, "2")
-        return LayoutError(f'"{word}" in layout "{text}" has no value', fix=f"{name}={example}")
-    near = difflib.get_close_matches(name.lower(), known, n=2, cutoff=0.5)
-    size = value if value.isdigit() else "2"
-    if name.lower() in known:
-        fix = f"did you mean {name.lower()}={value or 2}?"
-    elif name.lower() in _OTHER_NAMES:
-        fix = f"did you mean {_OTHER_NAMES[name.lower()].format(size)}?"
-    elif near:
-        fix = "did you mean " + " or ".join(near) + "?"
-    else:
-        fix = 'axis=size words: "data=2 zero=3"'
-    why = "the words are " + " ".join(known)
-    return LayoutError(f'unknown word "{word}" in layout "{text}"', why=why, fix=fix)
