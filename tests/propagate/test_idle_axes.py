@@ -23,6 +23,11 @@ def warned(name: str, layout: str) -> list[str]:
         ("sgd", "expert=2", "no number of stacked experts divides by 2"),
         ("sgd", "seq=2", "no tensor of the batch has a sequence, as its dim 1, that divides by 2"),
         (
+            "sgd",
+            "zero=3 seq=2",
+            "no tensor of the batch has a sequence, as its dim 1, that divides by 2",
+        ),
+        (
             "gpt",
             "data=2 seq=3",
             "no tensor of the batch has a sequence, as its dim 1, that divides by 3",
@@ -37,6 +42,6 @@ def test_an_axis_that_splits_nothing(name: str, layout: str, why: str) -> None:
     )
 
 
-@pytest.mark.parametrize("layout", ["data=2", "data=2 seq=2", ""])
+@pytest.mark.parametrize("layout", ["data=2", "data=2 seq=2", "seq=2 zero=3", ""])
 def test_axes_with_an_effect(layout: str) -> None:
     assert warned("gpt", layout) == []

@@ -10,7 +10,7 @@ import tutti
 import zoo
 from in_turn import in_turn
 from subjects import program, subject, verdict
-from tutti.layout import Layout
+from tutti.layout import ZERO_AXES, Layout
 from tutti.partition.partition import Program
 from wrong_programs import SHORT
 
@@ -70,10 +70,12 @@ def assert_really_split(name: str, made: Program) -> None:
     place = zoo.CASES[name].place
     if "data" in made.mesh:
         assert collectives_over(made, "data")
-    if layout.zero:
-        assert any(n.startswith("optim.") for n in split_over(made, "data"))
     parameters = {s.name for s in made.captured.state if s.kind == "parameter"}
-    assert (layout.zero == 3) == bool(parameters & set(split_over(made, "data")))
+    for axis in ZERO_AXES:
+        over, is_there = set(split_over(made, axis)), axis in made.mesh
+        if layout.zero and is_there:
+            assert any(n.startswith("optim.") for n in over)
+        assert (layout.zero == 3 and is_there) == bool(parameters & over)
     if "tensor" in made.mesh and place:
         assert parameters & set(split_over(made, "tensor"))
         assert "all_reduce" in collectives_over(made, "tensor")

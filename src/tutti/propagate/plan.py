@@ -89,9 +89,14 @@ class ShardingPlan:
 
     @property
     def idle(self) -> list[str]:
-        """The axes that split no parameter, no tensor of the batch and no other value."""
-        values = (self.compute, self.samples, self.spread.wanted)
-        return idle_axes(self.layout, chain.from_iterable(each.values() for each in values))
+        """The axes that split no parameter, no tensor of the batch and no value that the gradients need;
+        stored state and its update, which `zero` splits, do not count."""
+        wanted = self.spread.wanted.items()
+        values = (x for n, x in wanted if n.meta.get("region") in _PASSES and n.op != "placeholder")
+        return idle_axes(self.layout, chain(self.compute.values(), self.samples.values(), values))
+
+
+_PASSES = ("forward", "backward")
 
 
 @dataclass(frozen=True)

@@ -250,7 +250,9 @@ def test_ranks_that_share_a_processor_take_turns() -> None:
 def test_bytes_between_hosts_are_those_behind_the_sums_of_a_host() -> None:
     """4 weights of 64 x 64 in float32, and a loss: 3 of 4 hosts of 4 ranks, each rank with a quarter."""
     cluster = Cluster.parse("16 x h100")
-    small = replace(cluster, topology=replace(cluster.topology, devices_per_host=Figure(4, "of this test")))
+    small = replace(
+        cluster, topology=replace(cluster.topology, devices_per_host=Figure(4, "of this test"))
+    )
     program = programs(rows=16).program(Layout.parse("data=16"))
     sent = estimate(program, replace(second_a_matmul("16 x h100"), cluster=small)).nbytes
     whole = 4 * WIDTH * WIDTH * 4
