@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tutti.quantities import format_nbytes, format_seconds
+from tutti.quantities import format_count, format_nbytes, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,23 @@ def test_format_nbytes(nbytes: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0, "0 us"), (12e-6, "12 us"), (4.2e-3, "4.2 ms"), (1.5, "1.5 s"), (61.25, "61.2 s")],
+    [(0.0, "0 us"), (12e-6, "12 us"), (4.2e-3, "4.2 ms"), (1.5, "1.5 s"), (61.25, "61.2 s")]
+    + [(600, "10 min"), (13_000, "3.61 h"), (90_000, "25 h"), (200_000, "2.31 days")]
+    + [(1e9, "11,600 days")],
 )
 def test_format_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0.25, "0.25"),
+        (12.345, "12.3"),
+        (999.7, "1,000"),
+        (1000, "1,000"),
+        (18_784_508, "18,800,000"),
+    ],
+)
+def test_format_count(number: float, text: str) -> None:
+    assert format_count(number) == text

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from tests.cli.test_plan import SCRIPT
 from tutti.cli.main import app
+from tutti.quantities import format_seconds
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,16 @@ def test_slow_links_of_a_pipeline_cost_messages(script: Path) -> None:
 def test_failures_have_a_best_interval(script: Path) -> None:
     result = simulate(script, "data=16", "--global-batch", "16", "--mtbf", "100")
     assert result.exit_code == 0, result.output
-    assert re.search(r"save every \d+ steps .*goodput 9\d", result.stdout)
+    assert re.search(r"save every [\d,]+ steps \([\d.]+ (min|h)\); goodput 9\d", result.stdout)
+    assert "hardly" not in result.stdout
+
+
+def test_a_save_longer_than_the_time_between_failures_is_told(script: Path) -> None:
+    words = "--mtbf", "0.01", "--save-seconds", "30", "--restart-seconds", "1"
+    result = simulate(script, "data=2", *words)
+    assert result.exit_code == 0, result.output
+    assert "a checkpoint takes 30 s, longer than the 18 s between failures" in result.stdout
+    assert "a restart takes" not in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -111,9 +121,7 @@ def test_failures_have_a_best_interval(script: Path) -> None:
 def test_only_devices_at_work_fail(layout: str, devices: str, num: int, script: Path) -> None:
     result = simulate(script, layout, "--global-batch", "16", "--mtbf", "100", devices=devices)
     assert f"{num} devices at work, a failure every " in result.stdout, result.output
-    found = re.search(r"a failure every ([\d.e+]+) s", result.stdout)
-    assert found is not None, result.stdout
-    assert float(found[1]) == pytest.approx(3600 * 100 / num, rel=0.01)
+    assert f"a failure every {format_seconds(3600 * 100 / num)}: " in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -126,6 +134,46 @@ def test_workers_of_servers(sync: str, text: str, script: Path) -> None:
     assert "updates a second" in result.stdout
     assert "pushes to servers and pulls from them have no bytes here" in result.stdout
     assert text in result.stdout
+
+
+@pytest.mark.parametrize("sync", ["async", "bounded(2)"])
+def test_a_slow_worker_counts_by_what_servers_take(sync: str, script: Path) -> None:
+    """Servers that are busy anyway take as many updates a second, however slow one worker is."""
+    layout, words = f"replica=8 server=1 sync={sync}", ["--global-batch", "16"]
+    busy = [*words, "--serve-seconds", "0.1", "--straggler", "1.5"]
+    made = simulate(script, layout, *busy)
+    assert made.exit_code == 0, made.output
+    assert "\n1 times as many updates a second as without the slow rank (10)" in made.stdout
+    assert "a step of the slow worker takes 1.5 times as long" in made.stdout
+    idle = simulate(script, layout, *words, "--straggler", "3").stdout
+    found = re.search(r"\n([\d.]+) times as many updates a second as without", idle)
+    assert found is not None and float(found[1]) < 1, idle
+
+
+def test_a_step_that_does_not_fit_says_so(script: Path, tmp_path: Path) -> None:
+    path = tmp_path / "large.py"
+    path.write_text(
+        script.read_text()
+        .replace("nn.Linear(32, 64)", 'nn.Linear(32, 1 << 28, device="meta")')
+        .replace("nn.Linear(64, 8)", 'nn.Linear(1 << 28, 8, device="meta")')
+    )
+    made = simulate(path, "", devices="1 x h100")
+    assert made.exit_code == 0, made.output
+    found = re.search(
+        r"does not fit: needs (\S+) GB more on a device, which has 73.6 GB", made.stdout
+    )
+    peak = re.search(r"peak memory (\S+) GB", made.stdout)
+    assert found is not None and peak is not None, made.output
+    assert float(found[1]) == pytest.approx(float(peak[1]) - 73.6, abs=0.6)
+    assert "does not fit" not in simulate(script, "").stdout
+
+
+def test_slow_links_that_no_rank_uses_are_told(script: Path) -> None:
+    made = simulate(script, "data=4", "--slow-link", "0.5", devices="4 x h100")
+    assert "--slow-link 0.5 changes nothing: no rank of this layout sends to another" in made.stdout
+    assert "times as long" not in made.stdout
+    both = simulate(script, "data=4", "--slow-link", "0.5", "--straggler", "2").stdout
+    assert "changes nothing" in both and "as long as without the slow rank (" in both
 
 
 def test_rounds_of_replicas_cost_time_and_bytes(script: Path, tmp_path: Path) -> None:

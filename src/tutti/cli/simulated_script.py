@@ -81,20 +81,21 @@ def _traces(num: int, made: SimulatedRun) -> str:
 
 
 def _summary(made: SimulatedRun, faults: Faults, layout: str) -> str:
-    from tutti.quantities import format_nbytes, format_seconds
+    from tutti.quantities import format_count, format_nbytes, format_seconds
 
     one = made.estimate
     kinds = ", ".join(f"{kind} {format_seconds(x)}" for kind, x in one.kinds.items())
+    sent = ", ".join(f"{format_nbytes(n)} {link}" for link, n in one.nbytes.items())
     lines = [
         f"{layout or 'one device'}: a step of {format_seconds(one.seconds)}: {kinds}",
-        f"peak memory {format_nbytes(one.peak_nbytes)}; sent by a rank: "
-        + (", ".join(f"{format_nbytes(n)} {link}" for link, n in one.nbytes.items()) or "nothing"),
+        f"peak memory {format_nbytes(one.peak_nbytes)}; sent by a rank: {sent or 'nothing'}",
     ]
-    if faults.straggler > 1 or faults.slow_link < 1:
+    if made.missing_nbytes:
         lines.append(
-            f"{one.seconds / made.sound:.3g} times as long as without the slow rank and links "
-            f"({format_seconds(made.sound)})"
+            f"does not fit: needs {format_nbytes(made.missing_nbytes)} more on a device, which has "
+            f"{format_nbytes(made.capacity)} for a step"
         )
+    lines += _slowdown(made, faults)
     if (rounds := made.rounds) is not None:
         lines.append(
             f"replicas agree by {rounds.strategy}: for each step {format_seconds(rounds.seconds)} in "
@@ -107,24 +108,63 @@ def _summary(made: SimulatedRun, faults: Faults, layout: str) -> str:
         )
         workers = made.workers
         lines.append(
-            f"{workers.updates_per_second:.3g} updates a second; gradients are {workers.staleness:.3g} "
-            f"updates old, {workers.most} at most; workers wait {workers.waiting:.1%} of the time"
+            f"{format_count(workers.updates_per_second)} updates a second; gradients are "
+            f"{workers.staleness:.3g} updates old, {workers.most} at most; workers wait "
+            f"{workers.waiting:.1%} of the time"
         )
     if made.reliability is not None:
         lines += _failures(made)
     return "\n".join(lines)
 
 
+def _slowdown(made: SimulatedRun, faults: Faults) -> list[str]:
+    """What the faults cost: of a step, and of workers that wait for servers only, in updates."""
+    from tutti.quantities import format_count, format_seconds
+
+    uses_links = made.estimate.nbytes.get("between", 0) > 0
+    lines = []
+    if faults.slow_link < 1 and not uses_links:
+        lines.append(
+            f"--slow-link {faults.slow_link:g} changes nothing: no rank of this layout sends to another host"
+        )
+    own = ["rank"] if faults.straggler > 1 else []
+    own += ["links"] if faults.slow_link < 1 and uses_links else []
+    if not own:
+        return lines
+    without = f"without the slow {' and '.join(own)}"
+    if made.workers is not None and made.sound_workers is not None:
+        rate, sound = made.workers.updates_per_second, made.sound_workers.updates_per_second
+        return [
+            *lines,
+            f"{rate / sound:.3g} times as many updates a second as {without} ({format_count(sound)}); a step "
+            f"of the slow worker takes {made.estimate.seconds / made.sound:.3g} times as long",
+        ]
+    return [
+        *lines,
+        f"{made.estimate.seconds / made.sound:.3g} times as long as {without} "
+        f"({format_seconds(made.sound)})",
+    ]
+
+
 def _failures(made: SimulatedRun) -> list[str]:
-    from tutti.quantities import format_seconds
+    from tutti.quantities import format_count, format_seconds
 
     one = made.reliability
     assert one is not None
     best = one.best_interval()
     steps = max(1, round(best / made.estimate.seconds))
     interval = steps * made.estimate.seconds
-    return [
+    lines = [
         f"{one.num_devices} {'device' if one.num_devices == 1 else 'devices'} at work, a failure every "
-        f"{format_seconds(one.mean_seconds)}: save every {steps} steps "
-        f"({format_seconds(interval)}); goodput {one.goodput(interval):.1%}",
+        f"{format_seconds(one.mean_seconds)}: save every {format_count(steps)} "
+        f"{'step' if steps == 1 else 'steps'} ({format_seconds(interval)}); goodput "
+        f"{one.goodput(interval):.1%}",
     ]
+    parts = {"a checkpoint": one.save, "a restart": one.restart}
+    lines += [
+        f"{what} takes {format_seconds(seconds)}, longer than the {format_seconds(one.mean_seconds)} between "
+        "failures: the run hardly gets on"
+        for what, seconds in parts.items()
+        if seconds > one.mean_seconds
+    ]
+    return lines

@@ -10,6 +10,7 @@ import torch
 
 from tutti.errors import PlanError
 from tutti.execution.collector import rarely_collected
+from tutti.hardware.accelerator import Device
 from tutti.hardware.cluster import Cluster
 from tutti.job import Job
 from tutti.layout import Layout
@@ -124,6 +125,11 @@ class PlanAnswer:
         )
 
 
+def usable_nbytes(device: Device) -> float:
+    """Bytes of a device for a step."""
+    return USABLE * device.capacity.value
+
+
 def refuse_replicas(words: str) -> None:
     """Raise `PlanError` for words of a layout with replicas, which a plan does not compare."""
     given = partial_layout(words)
@@ -163,7 +169,7 @@ def answer(
     space = _space(question, tried, rows)
     layouts = [*space.layouts(), *_alone(question, rows)]
     device = question.cluster.device
-    capacity = question.capacity or USABLE * device.capacity.value
+    capacity = question.capacity or usable_nbytes(device)
     sizes = {"num_layouts": len(layouts), "capacity": capacity, "every": question.every}
     estimates = StepEstimates(job, batch, question.machine, **sizes)
 

@@ -20,6 +20,7 @@ from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.runs.goodput import Reliability
 from tutti.planner.runs.worker_clock import WorkersPlayed, play_workers
 from tutti.planning.candidate_programs import CandidatePrograms, num_rows, with_rows
+from tutti.planning.layout_plan import usable_nbytes
 from tutti.planning.replica_rounds import PricedRounds, priced_rounds
 from tutti.propagate.batch_dim import warn_of_micro, warn_of_uneven
 from tutti.replicas.replica_rows import rows as rows_of_replica
@@ -48,21 +49,29 @@ class SimulatedRun:
     """A simulated step and run.
 
     estimate: of a step, with its share of rounds. events: of one rank of each pipeline rank. sound: seconds
-    of a step without faults. reliability: with the best interval between checkpoints and its goodput.
-    workers: of servers, with their number. rounds: of replicas without servers.
+    of a step without faults. capacity: bytes of a device that a step may use. reliability: with the best
+    interval between checkpoints and its goodput. workers: of servers, with their number; sound_workers: these
+    without faults. rounds: of replicas without servers.
     """
 
     estimate: Estimate
     events: Sequence[Sequence[TraceEvent]]
     sound: float
+    capacity: float
     reliability: Reliability | None = None
     workers: WorkersPlayed | None = None
+    sound_workers: WorkersPlayed | None = None
     rounds: PricedRounds | None = None
 
     @property
     def played(self) -> float:
         """Seconds of the events: of the step alone."""
         return self.estimate.seconds - (self.rounds.seconds if self.rounds else 0.0)
+
+    @property
+    def missing_nbytes(self) -> float:
+        """That the step needs beyond the memory of a device; 0 if it fits."""
+        return max(0.0, self.estimate.peak_nbytes - self.capacity)
 
 
 def simulated_run(
@@ -112,7 +121,7 @@ def simulated_run(
     machine = PricedMachine.of(_slower(cluster, faults.slow_link))
     slow = {_busiest(sound): faults.straggler} if faults.straggler > 1 else {}
     estimate, events = traced(program, machine, cut_at=job.cut, slow=slow)
-    workers = rounds = None
+    workers = sound_workers = rounds = None
     sound_seconds = sound.seconds
     if layout.num_replicas > 1 and not layout.server:
         priced = partial(priced_rounds, program, layout, cut_at=job.cut)
@@ -122,12 +131,22 @@ def simulated_run(
     elif layout.server:
         times = [sound.seconds] * (layout.num_replicas - 1) + [estimate.seconds]
         workers = play_workers(times, serve, _ahead(layout))
+        sound_workers = play_workers([sound.seconds] * layout.num_replicas, serve, _ahead(layout))
     reliability = None
     if recovery is not None:
         reliability = Reliability(
             _num_at_work(layout, cluster), recovery.mtbf, recovery.save, recovery.restart
         )
-    return SimulatedRun(estimate, events, sound_seconds, reliability, workers, rounds)
+    return SimulatedRun(
+        estimate,
+        events,
+        sound_seconds,
+        usable_nbytes(cluster.device),
+        reliability,
+        workers,
+        sound_workers,
+        rounds,
+    )
 
 
 def _num_at_work(layout: Layout, cluster: Cluster) -> int:
