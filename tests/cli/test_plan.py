@@ -107,9 +107,36 @@ def test_two_layouts_side_by_side(script: Path) -> None:
     result = plan(script, *words, "data=4 zero=3", "data=4")
     assert result.exit_code == 0, result.output
     assert "data=4 zero=3" in result.stdout.split("\n")[0]
-    unknown = plan(script, *words, "data=8", "data=4")
-    assert unknown.exit_code == 2
-    assert 'no estimate of layout "data=8"' in unknown.stderr
+
+
+def test_two_layouts_are_estimated_alone(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures are those of the table."""
+    words = "--devices", "4 x h100", "--layout", "micro=1 remat=none"
+    table = {row["layout"]: row for row in records(script, *words)}
+    monkeypatch.setattr(plan_progress, "_SECONDS_BETWEEN", 0.0)
+    made = plan(script, *words, "--json", "--diff", "data=2 tensor=2", "data=4 zero=3")
+    assert made.exit_code == 0, made.output
+    assert json.loads(made.stdout) == [table["data=2 tensor=2"], table["data=4 zero=3"]]
+    assert set(re.findall(r"layout \d+ of (\d+)", made.stderr)) == {"2"}
+    alike = plan(script, *words, "--json", "--diff", "data=4", "data=4")
+    assert json.loads(alike.stdout) == [table["data=4"]] * 2
+
+
+def test_layouts_that_a_plan_lacks_are_refused_before_the_estimates(
+    script: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "never.py"
+    path.write_text("raise SystemExit('the script ran')")
+    words = "--devices", "4 x h100", "--diff"
+    ranks = plan(path, *words, "data=8", "data=4")
+    assert ranks.exit_code == 2 and "the layouts of this plan have 1 or 4" in ranks.stderr
+    assert '--devices "8 x ..."' in ranks.stderr
+    saved = plan(path, *words, "data=4", "", "--save", str(tmp_path / "a.plan"))
+    assert saved.exit_code == 2 and "--save does not go with --diff" in saved.stderr
+    other = plan(script, *words, "data=4 micro=3", "data=4")
+    assert other.exit_code == 2
+    assert 'no estimate of layout "data=4 micro=3"' in other.stderr
+    assert "it is not among the layouts" in other.stderr
 
 
 def test_a_layout_with_a_word_that_does_nothing_is_not_listed(tmp_path: Path) -> None:
@@ -152,6 +179,13 @@ def test_the_precision_varies_where_the_user_asks_for_it(script: Path) -> None:
     assert "Not tried" not in plan(script, *given).stdout
 
 
+def test_no_footer_explains_figures_of_no_layout(script: Path) -> None:
+    words = "--devices", "2 x h100", "--layout", "data=2 micro=1"
+    assert "MFU" in plan(script, *words).stdout
+    small = plan(script, *words, "--memory", "1kB")
+    assert "do not fit 1 kB" in small.stdout and "MFU" not in small.stdout
+
+
 def test_a_plan_is_saved(script: Path, tmp_path: Path) -> None:
     words = "--devices", "2 x h100", "--layout", "micro=1 remat=none"
     result = plan(script, *words, "--save", str(tmp_path / "plan.json"))
@@ -171,6 +205,7 @@ def test_a_plan_is_saved(script: Path, tmp_path: Path) -> None:
         ),
         (["--devices", "4 x h1000"], ['unknown device "h1000"', "h100", "did you mean"]),
         (["--devices", "h100 x 4 x"], ["unknown device"]),
+        (["--devices", " "], ["--devices is empty", "this machine"]),
         (["--devices", "-2 x h100"], ["is -2 devices", 'such as "64 x h100"']),
         (["--devices", "99999999999 x h100"], ["is 99999999999 devices", "1 to 10,000,000"]),
         (["--devices", "2 x h100", "-n", "4"], ["layouts of 4 ranks on 2 devices", "-n 2"]),

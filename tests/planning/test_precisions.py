@@ -11,6 +11,7 @@ from torch import nn
 
 from small_steps import trained
 from tutti.capture.step import capture
+from tutti.cli.plan_layouts import about_figures
 from tutti.hardware.cluster import Cluster
 from tutti.job import Job
 from tutti.layout import Layout
@@ -81,3 +82,41 @@ def test_weights_of_another_dtype_refuse_a_precision_and_the_rest_is_ranked(
     assert {r.estimate.layout.precision for r in made.ranking.rows} == {"fp32"}
     assert any("bf16" in layout for layout, _ in made.ranking.refused)
     assert planned(layers(2, torch.bfloat16), WORDS).faster_precision is None  # it computes in bf16
+
+
+class Wide(nn.Module):
+    """Its second product is none that autocast casts."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return self.second(x.float())[:, :1].expand(-1, 64)
+
+
+@pytest.mark.parametrize(("width", "stays"), [(256, True), (16, False)])
+def test_what_stays_in_float32_is_named(width: int, stays: bool) -> None:
+    made = planned(Wide(width), f"{WORDS} precision=bf16 data=2")
+    text = "\n".join(about_figures(made))
+    device = Cluster.parse("h100").device
+    dtype = torch.float32 if stays else torch.bfloat16
+    assert made.peaks == {"bf16": device.peak_of(dtype)}
+    assert ("Under precision=bf16 most operations stay float32" in text) == stays
+    if stays:
+        assert made.wide["bf16"].name in text and "mm" in made.wide["bf16"].name
+        assert "test_precisions.py:" in made.wide["bf16"].source
+        assert not planned(Wide(width), f"{WORDS} data=2").wide
+
+
+@pytest.mark.parametrize(("depth", "composes"), [(6, "layers"), (2, "")])
+def test_composed_estimates_are_told(
+    depth: int, composes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_estimates, "_MOST_NODES", 0)
+    made = planned(layers(depth), f"{WORDS} data=2")
+    assert made.composes == composes
+    told = any("estimates are composed of pieces" in text for text in about_figures(made))
+    assert told == bool(composes)

@@ -18,6 +18,7 @@ from tutti.launch.script import Script
 
 if TYPE_CHECKING:
     from tutti.distributed_step import Step
+    from tutti.planner.search.ranking import Ranking
     from tutti.planning.layout_plan import PlanAnswer, PlanQuestion
 
 
@@ -26,8 +27,9 @@ def plan(
     script_args: ScriptArguments = None,
     is_module: IsModule = False,
     devices: Annotated[
-        str, typer.Option(help='Such as "64 x h100", "16 x this-machine", or a hardware file.')
-    ] = "",
+        str | None,
+        typer.Option(help='Such as "64 x h100", "16 x this-machine", or a hardware file.'),
+    ] = None,
     topology: Annotated[
         str, typer.Option(help="Links and hosts: a name or a file; by default those of the device.")
     ] = "",
@@ -66,15 +68,24 @@ def plan(
 ) -> None:
     """Rank every layout of SCRIPT's first training step by predicted time; runs nothing."""
     from tutti.cli.look import look
-    from tutti.layout import Layout
     from tutti.planning.layout_plan import answer
     from tutti.planning.plan_file import as_records
     from tutti.planning.plan_progress import PlanProgress
 
+    if devices is not None and not devices.strip():
+        raise PlanError(
+            "--devices is empty",
+            why="without the option the plan is for this machine",
+            fix='--devices "64 x h100", or leave it out',
+        )
+    if diff is not None and save is not None:
+        raise PlanError(
+            "--save does not go with --diff",
+            why="a comparison estimates two layouts alone, a plan is the best one of all",
+            fix="leave one of the two out",
+        )
     question = _question(devices, topology, global_batch, layout, memory, ranks, vary_precision)
-    question = replace(question, every=as_json or diff is not None)
-    for text in diff or ():
-        Layout.parse(text)
+    question = replace(question, every=as_json or diff is not None, only=diff or ())
     if save is not None:
         check_file(save, "the plan")
 
@@ -85,12 +96,15 @@ def plan(
 
     def show(made: PlanAnswer) -> None:
         progress(0, 0)
+        if diff is not None:
+            print(_difference(made.ranking, diff, as_json=as_json), flush=True)
+            return
         if as_json:
-            print(json.dumps(as_records(made.ranking), indent=1), flush=True)
+            print(json.dumps(as_records(made.ranking.rows), indent=1), flush=True)
             for sentence in _not_listed(made, every=True):
                 print(sentence, file=sys.stderr)
         else:
-            print(_text(made, why, diff, top), flush=True)
+            print(_text(made, why, top), flush=True)
         _ = made.ranking.best  # an error, if none fits
         if save is not None:
             from tutti.version import VERSION
@@ -100,8 +114,17 @@ def plan(
     look(script, script_args or [], "", seen, show)
 
 
+def _difference(ranking: Ranking, diff: tuple[str, str], *, as_json: bool) -> str:
+    """Two layouts side by side, or their records in this order."""
+    from tutti.planning.plan_file import as_records
+    from tutti.report.plan_table import compared
+
+    first, second = (ranking.row(text) for text in diff)
+    return json.dumps(as_records((first, second)), indent=1) if as_json else compared(first, second)
+
+
 def _question(
-    devices: str,
+    devices: str | None,
     topology: str,
     rows: int | None,
     layout: str,
@@ -141,29 +164,16 @@ def _question(
     return question
 
 
-def _text(made: PlanAnswer, why: bool, diff: tuple[str, str] | None, top: int) -> str:
-    from tutti.planner.search.ranking import NUM_REFINED
+def _text(made: PlanAnswer, why: bool, top: int) -> str:
     from tutti.report.plan_table import StepScale, compared, distinct, plan_table
 
     ranking = made.ranking
-    if diff is not None:
-        return compared(ranking.row(diff[0]), ranking.row(diff[1]))
     scale = StepScale(made.rows, made.tokens, made.flops, made.peaks)
     text = [plan_table(ranking, scale, top)]
     if why and len(rows := distinct(ranking.rows)) > 1:
         text.append(compared(rows[0][0], rows[1][0]))
-    several = len(made.peaks) > 1
-    peaks = [f"{x:.3g}" + (f" in {name}" if several else "") for name, x in made.peaks.items()]
-    text.append(
-        f"{made.rows} samples a step. MFU: operations of the model, attention over all pairs of tokens, "
-        "nothing recomputed (a backward counts twice its forward), of the dense peak, "
-        f"{' and '.join(peaks)} FLOP/s a device."
-    )
-    if made.composes:
-        text.append(
-            f"The first {NUM_REFINED} layouts have estimates of their own programs. The estimates of the "
-            "others are composed of pieces: most times are within 20 %, most peaks within 30 %."
-        )
+    if ranking.rows and ranking.rows[0].fits:
+        text += about_figures(made)
     if other := made.faster_precision:
         text.append(
             f"Not tried: precision={other}, another computation, in which these devices are faster "
@@ -174,6 +184,36 @@ def _text(made: PlanAnswer, why: bool, diff: tuple[str, str] | None, top: int) -
         text.append(f'{len(ranking.refused)} layouts are refused, such as "{layout}": {reason}')
     text += _not_listed(made, every=why)
     return "\n\n".join(text)
+
+
+def about_figures(made: PlanAnswer) -> list[str]:
+    """What the columns of the table count, and how exact they are."""
+    from tutti.planner.search.ranking import NUM_REFINED
+
+    several = len(made.peaks) > 1
+    peaks = [f"{x:.3g}" + (f" in {name}" if several else "") for name, x in made.peaks.items()]
+    text = [
+        f"{made.rows} samples a step. MFU: operations of the model, attention over all pairs of tokens, "
+        "nothing recomputed (a backward counts twice its forward), of the dense peak, "
+        f"{' and '.join(peaks)} FLOP/s a device."
+    ]
+    text += [
+        f"Under precision={name} most operations stay {op.dtype}, so the peak of the MFU is that of "
+        f"{op.dtype}: {op.name}{f' at {op.source}' if op.source else ''} has {op.share:.0%} of all "
+        "operations, and torch.autocast does not cast its operands."
+        for name, op in made.wide.items()
+    ]
+    if made.composes == "layers":
+        text.append(
+            "The model's layers repeat, so estimates are composed of pieces: most times are within 5 % of "
+            "those of whole programs, most peaks within 10 %."
+        )
+    elif made.composes:
+        text.append(
+            f"The first {NUM_REFINED} layouts have estimates of their own programs. The estimates of the "
+            "others are composed of pieces: most times are within 20 %, most peaks within 30 %."
+        )
+    return text
 
 
 def _not_listed(made: PlanAnswer, *, every: bool) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from tutti.hardware.cluster import Cluster
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.planner.estimates.priced_machine import PricedMachine
+from tutti.planner.estimates.wide_ops import WideOp
 from tutti.planner.search.layout_choices import Space, partial_layout, words_of
 from tutti.planner.search.ranking import Ranking, ranked
 from tutti.planning.candidate_programs import num_rows, with_rows
@@ -45,9 +47,11 @@ class PlanQuestion:
         num_ranks: try only layouts of so many ranks, one a device; by default of all devices, or of one.
         precisions: of the layouts; by default that of `given`.
         every: estimate layouts of a deep model that do not fit with smaller micro-batches either.
+        only: estimate just these layouts; by default all.
 
     Raises:
-        PlanError: fewer devices than ranks.
+        PlanError: fewer devices than ranks; a layout of `only` has another number of ranks.
+        LayoutError: a text of `only` is no layout.
     """
 
     cluster: Cluster
@@ -58,6 +62,7 @@ class PlanQuestion:
     num_ranks: int | None = None
     precisions: tuple[str, ...] = ()
     every: bool = False
+    only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         count = self.cluster.count
@@ -67,6 +72,21 @@ class PlanQuestion:
                 why="each rank has a device of its own",
                 fix=f'-n {count} or fewer, or "tutti plan --devices" with {self.num_ranks} devices',
             )
+        known = [self.num_ranks or count] + ([1] if self.has_alone else [])
+        for layout in map(Layout.parse, self.only):
+            if (needed := layout.num_ranks) not in known:
+                counts = " or ".join(map(str, sorted(set(known))))
+                raise PlanError(
+                    f'no estimate of layout "{layout}"',
+                    why=f"it has {needed} ranks, and the layouts of this plan have {counts}",
+                    fix=f'--devices "{needed} x ...", or -n {needed} if there are more devices',
+                )
+
+    @property
+    def has_alone(self) -> bool:
+        """Whether one device is tried, too: unless the user fixed the ranks or gave an axis."""
+        several = self.cluster.count > 1
+        return self.num_ranks is None and several and not partial_layout(self.given).axes
 
     @staticmethod
     def of(cluster: Cluster, **options: Any) -> PlanQuestion:
@@ -80,8 +100,9 @@ class PlanAnswer:
     """Every layout ranked, and what the table shows beside: samples, tokens and operations of a step.
 
     peaks: dense FLOP/s of a device, by precision. not_tried: sentences about axes that the plan does not try.
-    found: placements of least memory, of the layouts that fit with these alone. composes: only the first
-    `NUM_REFINED` layouts have estimates from their own programs.
+    found: placements of least memory, of the layouts that fit with these alone. composes: of what estimates
+    are composed: `layers` that repeat, `modules` (but the first `NUM_REFINED` layouts from their own programs),
+    or "". wide: by precision what stays in a wider dtype, where most operations do.
     """
 
     ranking: Ranking
@@ -93,7 +114,8 @@ class PlanAnswer:
     job: Job
     not_tried: tuple[str, ...] = ()
     found: Mapping[Layout, Mapping[str, str]] = field(default_factory=dict)
-    composes: bool = False
+    composes: str = ""
+    wide: Mapping[str, WideOp] = field(default_factory=dict)
 
     @property
     def faster_precision(self) -> str | None:
@@ -120,7 +142,7 @@ class PlanAnswer:
             version=version,
             seconds=best.estimate.seconds,
             peak_nbytes=best.estimate.peak_nbytes,
-            layouts=as_records(self.ranking),
+            layouts=as_records(self.ranking.rows),
             found=self.found.get(best.estimate.layout),
         )
 
@@ -168,6 +190,8 @@ def answer(
     tried = tried_axes(job.model, batch, job.place, question.cluster.topology.host_size)
     space = _space(question, tried, rows)
     layouts = [*space.layouts(), *_alone(question, rows)]
+    later = partial(_beyond, layouts)
+    asked = _asked(question, layouts, later(replace(space, **dict.fromkeys(_LATER, True))))
     device = question.cluster.device
     capacity = question.capacity or usable_nbytes(device)
     sizes = {"num_layouts": len(layouts), "capacity": capacity, "every": question.every}
@@ -183,27 +207,47 @@ def answer(
             seen=lambda _: seen(next(done), len(layouts)),
         )
 
-    not_tried = tried.not_tried
+    not_tried, wanted = tried.not_tried, dict[str, bool]()
     with rarely_collected():
-        ranking = ranking_of(layouts)
-        wanted = _wanted_later(ranking)
-        more = _beyond(layouts, replace(space, **wanted))
-        ranking = ranking.merged(ranking_of(more))
+        ranking = ranking_of(asked)
+        if not question.only:
+            wanted = _wanted_later(ranking)
+            ranking = ranking.merged(ranking_of(later(replace(space, **wanted))))
     for word in (word for word, is_wanted in wanted.items() if not is_wanted):
-        if left := _beyond(layouts, replace(space, **{word: True})):
+        if left := later(replace(space, **{word: True})):
             not_tried += (f"{len(left)} layouts {_LATER[word]}",)
+    precisions = _precisions(ranking, given)
     return PlanAnswer(
         ranking=ranking,
         question=question,
         rows=rows,
         tokens=estimates.num_tokens,
         flops=estimates.flops(),
-        peaks={x: device.peak_of(estimates.dtype_of(x)) for x in _precisions(ranking, given)},
+        peaks={x: device.peak_of(estimates.dtype_of(x)) for x in precisions},
         job=job,
         not_tried=not_tried,
         found=estimates.found,
-        composes=estimates.composes_modules,
+        composes=estimates.composes,
+        wide={x: op for x in precisions if (op := estimates.wide_op(x)) is not None},
     )
+
+
+def _asked(question: PlanQuestion, layouts: list[Layout], more: list[Layout]) -> list[Layout]:
+    """Those to estimate: all `layouts`, or those that the question names, of `more`, too.
+
+    Raises:
+        PlanError: the plan has no such layout.
+    """
+    if not question.only:
+        return layouts
+    known = {str(x): x for x in (*layouts, *more)}
+    asked = [str(Layout.parse(text)) for text in question.only]
+    for text in asked:
+        if text not in known:
+            raise PlanError(
+                f'no estimate of layout "{text}"', why="it is not among the layouts of this plan"
+            )
+    return [known[text] for text in dict.fromkeys(asked)]
 
 
 def _precisions(ranking: Ranking, given: Layout) -> list[str]:
@@ -244,9 +288,8 @@ def _space(question: PlanQuestion, tried: TriedAxes, rows: int) -> Space:
 
 
 def _alone(question: PlanQuestion, rows: int) -> list[Layout]:
-    """Of one device, unless the user fixed the ranks or gave an axis."""
-    several = question.cluster.count > 1
-    if question.num_ranks is not None or not several or partial_layout(question.given).axes:
+    """Of one device, where it is tried."""
+    if not question.has_alone:
         return []
     words = words_of(question.given).items()
     alone = " ".join(w for name, w in words if name not in ("zero", "schedule"))

@@ -21,7 +21,7 @@ from torch import nn
 
 from tutti.errors import LayoutError, PlanError
 from tutti.layout import Layout
-from tutti.planner.search.ranking import RankedLayout, Ranking
+from tutti.planner.search.ranking import RankedLayout
 from tutti.quantities import format_nbytes
 
 FORMAT = 2
@@ -203,9 +203,9 @@ def fingerprint(model: nn.Module) -> str:
     return f"{type(model).__name__}, {count} parameters, {digest.hexdigest()[:16]}"
 
 
-def as_records(ranking: Ranking) -> list[dict[str, Any]]:
-    """Every layout as plain values, best first."""
-    return [_record(row) for row in ranking.rows]
+def as_records(rows: Sequence[RankedLayout]) -> list[dict[str, Any]]:
+    """Layouts as plain values, in the order of the rows."""
+    return [_record(row) for row in rows]
 
 
 def _record(row: RankedLayout) -> dict[str, Any]:

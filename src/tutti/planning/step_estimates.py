@@ -16,9 +16,10 @@ from functools import cache, cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from tutti.capture.captured import Captured
+from tutti.capture.precision import DTYPES
 from tutti.errors import LayoutError, ShardingError, TuttiError
 from tutti.job import Job
 from tutti.layout import Layout
@@ -36,6 +37,7 @@ from tutti.planner.estimates.layout_estimate import (
     flops_of_nodes,
 )
 from tutti.planner.estimates.priced_machine import PricedMachine
+from tutti.planner.estimates.wide_ops import WideOp, widest_op
 from tutti.planner.placement.placement import AXES_FOUND
 from tutti.planner.placement.reduced import mark_depth
 from tutti.planner.search.ranking import (
@@ -278,9 +280,16 @@ class StepEstimates:
         return self._short_programs if self._is_composed else self._programs
 
     @property
+    def composes(self) -> str:
+        """Of what estimates are composed: `layers` that repeat, `modules`, or "" of whole programs."""
+        if not self._is_composed:
+            return ""
+        return "layers" if self.runs else "modules"
+
+    @property
     def composes_modules(self) -> bool:
         """Whether estimates but the refined ones are composed, of a model whose layers do not repeat."""
-        return self._is_composed and not self.runs
+        return self.composes == "modules"
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
@@ -401,9 +410,19 @@ class StepEstimates:
 
     def dtype_of(self, precision: str) -> torch.dtype:
         """In which most operations of the step compute: a step may cast its weights itself."""
-        if not self._is_composed:
-            return dtype_of_nodes(self._programs.captured(precision).graph.nodes)
-        return dtype_of_nodes(self._captured_short(precision).graph.nodes)
+        return dtype_of_nodes(self._nodes(precision))
+
+    def wide_op(self, precision: str) -> WideOp | None:
+        """The op with most operations that stays in a wider dtype than `precision`, if most operations do."""
+        wanted, found = DTYPES[precision], self.dtype_of(precision)
+        if wanted is None or wanted == found:
+            return None
+        return widest_op(self._nodes(precision), found)
+
+    def _nodes(self, precision: str) -> Iterable[fx.Node]:
+        """Of the step; of a deep model with few of its layers."""
+        captured = self._captured_short if self._is_composed else self._programs.captured
+        return captured(precision).graph.nodes
 
     def _more_flops(self, graph: Any) -> Iterator[float]:
         """Of the layers that the short model lacks, by run."""

@@ -90,14 +90,9 @@ class Ranking:
             if row.layout == wanted:
                 return row
         own = dict(self.refused + self.left_out + self.beyond)
-        what, needed = f'no estimate of layout "{wanted}"', Layout.parse(layout).num_ranks
-        known = sorted({Layout.parse(x).num_ranks for x in (*own, *(r.layout for r in self.rows))})
-        if wanted in own or needed in known:
-            raise PlanError(what, why=own.get(wanted, "it is not among the layouts of this plan"))
         raise PlanError(
-            what,
-            why=f"it has {needed} ranks, and the layouts of this plan have {' or '.join(map(str, known))}",
-            fix=f'--devices "{needed} x ...", or -n {needed} if there are more devices',
+            f'no estimate of layout "{wanted}"',
+            why=own.get(wanted, "it is not among the layouts of this plan"),
         )
 
 
