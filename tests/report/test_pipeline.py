@@ -104,6 +104,7 @@ def test_the_schedule_is_drawn_with_its_idle_share() -> None:
         assert (
             f"{line} {format_seconds(timeline.seconds)}, {timeline.idle_share:.1%} of it" in report
         )
+        assert "Predicted seconds are those of a thread of a server CPU, for comparison" in report
         drawn = [re.findall(r"[FB]\d", x) for x in report.splitlines() if x.startswith("pipe ")]
         expected = [[str(a)[1:] for a in row] for row in made.schedule.rows]
         assert [row for row in drawn if row] == expected

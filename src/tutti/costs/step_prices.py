@@ -48,6 +48,11 @@ class StepPrices:
         cluster = _cluster() if kind_of(values) == "cuda" else None
         return StepPrices(rates_of(values), cluster, mesh)
 
+    @property
+    def device(self) -> str:
+        """Whose seconds they are, in words."""
+        return "a thread of a server CPU" if self.cluster is None else self.cluster.device.name
+
     def seconds(self, graph: fx.Graph) -> dict[fx.Node, float]:
         """The seconds of each node that takes some; a node without an entry takes none."""
         if self.cluster is None:

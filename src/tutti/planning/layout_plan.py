@@ -101,7 +101,7 @@ class PlanAnswer:
 
     peaks: dense FLOP/s of a device, by precision. not_tried: sentences about axes that the plan does not try.
     found: placements of least memory, of the layouts that fit with these alone. composes: of what estimates
-    are composed: `layers` that repeat, `modules` (but the first `NUM_REFINED` layouts from their own programs),
+    are composed: `layers` that repeat, `modules` (the first `NUM_REFINED` layouts have their own programs),
     or "". wide: by precision what stays in a wider dtype, where most operations do.
     """
 

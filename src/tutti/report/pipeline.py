@@ -22,12 +22,17 @@ def pipeline_text(made: Timed) -> str:
     """
     found = forecast(made)
     num_micro = made.bodies[0].num_micro
+    whose = (
+        f"Predicted seconds are those of {found.prices.device}, for comparison: "
+        "tutti simulate --devices has those of your devices."
+    )
     if len(found.stages) == 1:
         seconds = format_seconds(found.stages[0].seconds)
-        return f"{num_micro} micro-batches, one after the other, predicted {seconds} each"
+        return f"{num_micro} micro-batches, one after the other, predicted {seconds} each\n{whose}"
     blocks = [_stages_table(found), _messages_table(found)]
     if found.timeline is not None:
         blocks.append(_schedule_text(made, found.timeline))
+    blocks.append(whose)
     blocks += [f"WARNING: {text}" for text in found.dear_cuts()]
     return "\n\n".join(blocks)
 

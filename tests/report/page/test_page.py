@@ -326,6 +326,13 @@ def test_ranks_of_an_older_run_are_left_out(tmp_path: Path) -> None:
     assert [r["rank"] for r in tables["Time of a step by rank"]] == ["rank 0", "rank 1"]
 
 
+def test_a_step_without_a_prediction_says_why(tmp_path: Path) -> None:
+    measured = {"kind": "measured", "of": 1, "seconds": 0.2, "predicted_seconds": None}
+    write_lines(tmp_path / "rank-0.jsonl", [begin(), step(), points(9), measured])
+    (row,) = Page(page_of(tmp_path)).tables("time")["Measured beside predicted"]
+    assert "no plan chose the layout" in row.values()
+
+
 def test_replicas_have_a_curve_each(tmp_path: Path) -> None:
     for rank in range(4):
         more = {"layout": "replica=2 data=2 sync=gossip()"}

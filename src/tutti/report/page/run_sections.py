@@ -224,7 +224,7 @@ def _measured(one: StepSeries, run: RunRecords) -> tuple[str, ...] | None:
     return (
         one.title,
         format_seconds(seconds),
-        or_words(format_seconds, told.get("predicted_seconds"), "no figures of this machine"),
+        or_words(format_seconds, told.get("predicted_seconds"), "no plan chose the layout"),
         or_words(format_nbytes, _sum(held, told.get("nbytes")), "not measured"),
         or_words(format_nbytes, _sum(held, told.get("predicted_nbytes")), "not predicted"),
         or_words(format_nbytes, held, "not predicted"),
