@@ -179,6 +179,28 @@ def test_the_precision_varies_where_the_user_asks_for_it(script: Path) -> None:
     assert "Not tried" not in plan(script, *given).stdout
 
 
+@pytest.mark.parametrize("command", ["plan", "verify", "explain", "serve"])
+def test_auto_is_refused_by_commands_that_choose_no_layout(command: str, script: Path) -> None:
+    made = CliRunner().invoke(app, [command, "--layout", "auto data=2", str(script)])
+    assert made.exit_code == 2 and 'LayoutError: "auto" in layout "auto data=2"' in made.stderr
+    assert "tutti run and tutti.distribute alone take it" in made.stderr
+
+
+def test_compute_that_is_little_arithmetic_says_so(script: Path, tmp_path: Path) -> None:
+    words = "--devices", "2 x h100", "--layout", "data=2 micro=1 remat=none"
+    told = re.search(r"arithmetic at the peak takes ([\d.]+)% of it", plan(script, *words).stdout)
+    assert told is not None and float(told[1]) < 1
+    path = tmp_path / "wide.py"
+    large = SCRIPT.replace("32, 64", "8192, 8192").replace("64, 8)", "8192, 8192)")
+    path.write_text(
+        large.replace("torch.manual_seed(0)", 'torch.set_default_device("meta")')
+        .replace("randn(4, 32)", "randn(1 << 16, 8192)")
+        .replace("zeros(4,", "zeros(1 << 16,")
+    )
+    wide = plan(path, *words)
+    assert "MFU" in wide.stdout and "arithmetic at the peak" not in wide.stdout, wide.output
+
+
 def test_no_footer_explains_figures_of_no_layout(script: Path) -> None:
     words = "--devices", "2 x h100", "--layout", "data=2 micro=1"
     assert "MFU" in plan(script, *words).stdout

@@ -38,6 +38,14 @@ def test_chunks_count() -> None:
     ]
 
 
+def test_chunks_may_stand_in_the_name_as_in_a_layout() -> None:
+    words = ["--schedule", "interleaved(2)", "--ranks", "2", "--micro", "4"]
+    result = CliRunner().invoke(app, ["simulate", *words])
+    assert "interleaved(2): 2 ranks, 4 stages, 4 micro-batches; the step takes 27" in result.stdout
+    other = CliRunner().invoke(app, ["simulate", *words, "--chunks", "3"])
+    assert other.exit_code == 2 and "interleaved(2) has 2 stages per rank" in other.stderr
+
+
 def test_a_file_and_an_image(tmp_path: Path) -> None:
     path, image = tmp_path / "mine.txt", tmp_path / "step.svg"
     path.write_text("0F0 0F1     0B0     0B1 # rank 0\n    1F0 1B0 1F1 1B1\n")

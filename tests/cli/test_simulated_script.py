@@ -204,6 +204,7 @@ def test_a_hundred_thousand_ranks(script: Path) -> None:
         ("data=16", [], "8 x h100", "there are 8 devices"),
         ("data=2", ["--schedule", "zb"], "8 x h100", "do not go with a script"),
         ("data=2", [], "", "needs devices"),
+        ("auto", [], "8 x h100", "tutti run and tutti.distribute alone take it"),
         ("data=2", ["--svg", "no/x.svg"], "2 x h100", "cannot write the image no/x.svg"),
         (
             "data=2",

@@ -22,9 +22,9 @@ def explain(
     graph: Annotated[bool, typer.Option("--graph", help="The partitioned graph as text.")] = False,
 ) -> None:
     """Partition the first training step of SCRIPT and print what every rank does; runs nothing."""
-    from tutti.layout import Layout
+    from tutti.cli.given_layout import given_layout
 
-    Layout.parse(layout).check_available()
+    given_layout(layout).check_available()
     from tutti.capture.batch import with_arguments
     from tutti.cli.look import look
     from tutti.distributed_step import Step

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from tutti.planning.layout_plan import PlanAnswer, PlanQuestion
 
 
+# Of the seconds of compute; less is bound by launches or by memory.
+_LITTLE_ARITHMETIC = 0.1
+
+
 def plan(
     script: Annotated[Script, SCRIPT],
     script_args: ScriptArguments = None,
@@ -67,11 +71,6 @@ def plan(
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 15,
 ) -> None:
     """Rank every layout of SCRIPT's first training step by predicted time; runs nothing."""
-    from tutti.cli.look import look
-    from tutti.planning.layout_plan import answer
-    from tutti.planning.plan_file import as_records
-    from tutti.planning.plan_progress import PlanProgress
-
     if devices is not None and not devices.strip():
         raise PlanError(
             "--devices is empty",
@@ -85,6 +84,11 @@ def plan(
             fix="leave one of the two out",
         )
     question = _question(devices, topology, global_batch, layout, memory, ranks, vary_precision)
+    from tutti.cli.look import look
+    from tutti.planning.layout_plan import answer
+    from tutti.planning.plan_file import as_records
+    from tutti.planning.plan_progress import PlanProgress
+
     question = replace(question, every=as_json or diff is not None, only=diff or ())
     if save is not None:
         check_file(save, "the plan")
@@ -134,10 +138,15 @@ def _question(
 ) -> PlanQuestion:
     import torch
 
+    from tutti.cli.given_layout import refuse_auto
+    from tutti.planning.hardware_files import NAME, cluster_of, is_here
+
+    refuse_auto(layout)
+    cluster = cluster_of(devices, topology or None) if devices and not is_here(devices) else None
+    # Imports of seconds, behind the refusals.
     from tutti.calibration.other_work import PLAN, warn_of_other_work
     from tutti.layout.layout import PRECISIONS
     from tutti.planner.search.layout_choices import words_of
-    from tutti.planning.hardware_files import NAME, cluster_of, is_here
     from tutti.planning.layout_plan import PlanQuestion, refuse_replicas
     from tutti.planning.plan_file import parse_nbytes
     from tutti.planning.this_machine import question_here
@@ -156,8 +165,8 @@ def _question(
         "capacity": parse_nbytes(memory) if memory else None,
         "num_ranks": ranks,
     }
-    if devices and not is_here(devices):
-        return PlanQuestion.of(cluster_of(devices, topology or None), **options)
+    if cluster is not None:
+        return PlanQuestion.of(cluster, **options)
     question = question_here(devices or NAME, topology or None, **options)
     if not torch.cuda.is_available():  # the plan times kernels here
         warn_of_other_work(PLAN)
@@ -197,6 +206,7 @@ def about_figures(made: PlanAnswer) -> list[str]:
         "nothing recomputed (a backward counts twice its forward), of the dense peak, "
         f"{' and '.join(peaks)} FLOP/s a device."
     ]
+    text += _of_the_first(made)
     text += [
         f"Under precision={name} most operations stay {op.dtype}, so the peak of the MFU is that of "
         f"{op.dtype}: {op.name}{f' at {op.source}' if op.source else ''} has {op.share:.0%} of all "
@@ -214,6 +224,24 @@ def about_figures(made: PlanAnswer) -> list[str]:
             "others are composed of pieces: most times are within 20 %, most peaks within 30 %."
         )
     return text
+
+
+def _of_the_first(made: PlanAnswer) -> list[str]:
+    """What `compute` means where arithmetic is little of it."""
+    from tutti.planner.estimates.graph_clock import COMPUTE
+    from tutti.report.plan_table import StepScale
+
+    one = made.ranking.rows[0].estimate
+    scale = StepScale(made.rows, made.tokens, made.flops, made.peaks)
+    if one.bound_by != COMPUTE:
+        return []
+    share = scale.utilization(one) * one.seconds / one.kinds[COMPUTE]
+    if share > _LITTLE_ARITHMETIC:
+        return []
+    return [
+        f"Compute is the time of all kernels. In the first layout arithmetic at the peak takes {share:.1%} "
+        "of it; the rest are launches, bytes of memory, and kernels that do not reach the peak."
+    ]
 
 
 def _not_listed(made: PlanAnswer, *, every: bool) -> list[str]:

@@ -34,9 +34,9 @@ def serve(
     ] = 30.0,
 ) -> None:
     """Serve the variables of SCRIPT's step. TUTTI_SECRET holds what workers must know."""
-    from tutti.layout.layout import Layout
+    from tutti.cli.given_layout import given_layout
 
-    parsed = Layout.parse(layout)
+    parsed = given_layout(layout)
     parsed.check_available()
     if number >= parsed.server:
         raise LayoutError(

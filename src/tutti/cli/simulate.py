@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,7 +46,7 @@ def simulate(
         float, typer.Option(min=0, help="With server=: a server's time for one push.")
     ] = 0.0,
     schedule: Annotated[
-        str, typer.Option(help="gpipe, 1f1b, interleaved, zb, zbv, or a schedule file.")
+        str, typer.Option(help="gpipe, 1f1b, interleaved(2), zb, zbv, or a schedule file.")
     ] = "",
     ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the pipeline.")] = None,
     micro: Annotated[int | None, typer.Option(min=1, help="Micro-batches of a step.")] = None,
@@ -77,7 +78,8 @@ def simulate(
             "nothing to simulate",
             fix="a script with --layout and --devices, or --schedule zb --ranks 4 --micro 8",
         )
-    _alone(_schedule(schedule, ranks, micro, chunks), schedule, _costs(costs), transfer, svg)
+    name, chunks = _with_chunks(schedule, chunks)
+    _alone(_schedule(name, ranks, micro, chunks), schedule, _costs(costs), transfer, svg)
 
 
 def _alone(
@@ -91,6 +93,21 @@ def _alone(
     print(drawing.staircase(played), _summary(name, played), sep="\n\n", flush=True)
     if svg is not None:
         drawing.write_svg(played, svg)
+
+
+def _with_chunks(name: str, chunks: int) -> tuple[str, int]:
+    """The name and the stages per rank of `interleaved(2)`, as a layout writes it; others unchanged."""
+    from tutti.errors import ScheduleError
+
+    found = re.fullmatch(r"(interleaved)\((\d+)\)", name.strip())
+    if found is None:
+        return name, chunks
+    if chunks not in (1, int(found[2])):
+        raise ScheduleError(
+            f"--chunks {chunks}, and {name} has {found[2]} stages per rank",
+            fix="leave --chunks out",
+        )
+    return found[1], int(found[2])
 
 
 def _schedule(name: str, ranks: int | None, micro: int | None, chunks: int) -> Schedule:

@@ -32,18 +32,20 @@ def simulated(
     Raises:
         PlanError: no devices.
     """
-    from tutti.cli.look import look
-    from tutti.layout import Layout
+    from tutti.cli.given_layout import given_layout
     from tutti.planning.hardware_files import cluster_of
-    from tutti.planning.simulated_run import simulated_run
-    from tutti.report import timeline as drawing
-    from tutti.report.chrome_traces import write_traces
 
-    parsed = Layout.parse(layout)
+    parsed = given_layout(layout)
     parsed.check_available()
     if not devices:
         raise PlanError("simulate needs devices", fix=f'--devices "{parsed.num_ranks} x h100"')
     cluster = cluster_of(devices)
+    # Imports of seconds, behind the refusals.
+    from tutti.cli.look import look
+    from tutti.planning.simulated_run import simulated_run
+    from tutti.report import timeline as drawing
+    from tutti.report.chrome_traces import write_traces
+
     if svg is not None:
         check_file(svg, "the image")
     if trace is not None:

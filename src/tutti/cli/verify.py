@@ -23,9 +23,9 @@ def verify(
     ] = None,
 ) -> None:
     """Play the first training step of SCRIPT on virtual ranks, in float64, against one device."""
-    from tutti.layout import Layout
+    from tutti.cli.given_layout import given_layout
 
-    Layout.parse(layout).check_available()
+    given_layout(layout).check_available()
     from tutti import api
     from tutti.cli.look import look
     from tutti.distributed_step import Step
