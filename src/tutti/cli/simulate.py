@@ -64,14 +64,17 @@ def simulate(
                 "--schedule, --ranks and --micro do not go with a script",
                 fix='words of the layout: --layout "pipe=4 micro=8 schedule=zb"',
             )
-        from tutti.cli.simulated_script import simulated
+        from tutti.cli.simulated_script import asked, simulated
+
+        parsed, cluster = asked(layout, devices)
+        # Imports of seconds, behind the refusals.
         from tutti.planning.simulated_run import Faults, Recovery
 
         faults = Faults(straggler, slow_link)
         recovery = Recovery(3600 * mtbf, save_seconds, restart_seconds) if mtbf else None
         options = {"rows": global_batch, "serve": serve_seconds, "trace": trace, "svg": svg}
         words = script, script_args or []
-        simulated(*words, layout, devices, faults, recovery, **options)
+        simulated(*words, parsed, cluster, faults, recovery, **options)
         return
     if not schedule:
         raise ScheduleError(

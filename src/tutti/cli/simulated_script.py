@@ -10,26 +10,17 @@ from tutti.errors import PlanError
 
 if TYPE_CHECKING:
     from tutti.distributed_step import Step
+    from tutti.hardware.cluster import Cluster
     from tutti.launch.script import Script
+    from tutti.layout import Layout
     from tutti.planning.simulated_run import Faults, Recovery, SimulatedRun
 
 
-def simulated(
-    script: Script,
-    arguments: list[str],
-    layout: str,
-    devices: str,
-    faults: Faults,
-    recovery: Recovery | None,
-    *,
-    rows: int | None,
-    serve: float,
-    trace: Path | None,
-    svg: Path | None,
-) -> None:
-    """Print the step; write traces and the image.
+def asked(layout: str, devices: str) -> tuple[Layout, Cluster]:
+    """The layout and the devices of the options.
 
     Raises:
+        LayoutError: no layout.
         PlanError: no devices.
     """
     from tutti.cli.given_layout import given_layout
@@ -39,8 +30,23 @@ def simulated(
     parsed.check_available()
     if not devices:
         raise PlanError("simulate needs devices", fix=f'--devices "{parsed.num_ranks} x h100"')
-    cluster = cluster_of(devices)
-    # Imports of seconds, behind the refusals.
+    return parsed, cluster_of(devices)
+
+
+def simulated(
+    script: Script,
+    arguments: list[str],
+    layout: Layout,
+    cluster: Cluster,
+    faults: Faults,
+    recovery: Recovery | None,
+    *,
+    rows: int | None,
+    serve: float,
+    trace: Path | None,
+    svg: Path | None,
+) -> None:
+    """Print the step; write traces and the image."""
     from tutti.cli.look import look
     from tutti.planning.simulated_run import simulated_run
     from tutti.report import timeline as drawing
@@ -54,11 +60,11 @@ def simulated(
     def seen(step: Step, batch: tuple[Any, ...]) -> SimulatedRun:
         from dataclasses import replace
 
-        job = replace(step.mode.running.job, layout=parsed)
+        job = replace(step.mode.running.job, layout=layout)
         return simulated_run(job, batch, cluster, faults, recovery, rows=rows, serve=serve)
 
     def show(made: SimulatedRun) -> None:
-        text = [_summary(made, faults, str(parsed))]
+        text = [_summary(made, faults, str(layout))]
         if made.estimate.timeline is not None:
             text.append(drawing.staircase(made.estimate.timeline))
         print("\n\n".join(text), flush=True)
