@@ -27,6 +27,10 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return (x * mask).sum() / mask.sum()
 
 
+def _over(x: Tensor, count: Tensor) -> Tensor:
+    return x.sum() / count.sum()
+
+
 WEIGHT = torch.arange(1.0, CLASSES + 1).double()
 LOSSES: dict[str, Loss] = {
     "class weights": lambda p, y, m: F.cross_entropy(p, y, weight=WEIGHT),
@@ -55,6 +59,12 @@ LOSSES: dict[str, Loss] = {
     "a mean in each sample": lambda p, y, m: -((p[:, 0] + p[:, 1].mean()) / 3).mean(),
     "means in each pixel": lambda p, y, m: (
         (p[:, 1].square().mean() - (2 - p.exp() + p[:, 2].mean()) * 0.5).sum(1).mean()
+    ),
+    "three terms, two counts": lambda p, y, m: (
+        _over(p.sin(), m) + _over(p, 8 - (y == 1).sum()) + _over(p.square(), 8 - (y == 1).sum())
+    ),
+    "scaled terms of three counts": lambda p, y, m: (
+        ((_over(p.sin(), m) - _over(p, (y == 1).sum() + 1)) / 3 + _over(p.square(), m + 1)) * 0.5
     ),
     "an entropy less a masked mean": lambda p, y, m: entropy(p).mean() - masked_mean(p[:, 0], m),
 }
@@ -90,7 +100,14 @@ def test_as_on_one_device(ranks: Ranks, name: str) -> None:
 @pytest.mark.parametrize("layout", ["pipe=2 micro=2", "micro=4", "data=2 pipe=2 micro=2 zero=1"])
 @pytest.mark.parametrize(
     "name",
-    ["class weights", "ignored, less an entropy", "a mean in each sample", "means in each pixel"],
+    [
+        "class weights",
+        "ignored, less an entropy",
+        "a mean in each sample",
+        "means in each pixel",
+        "three terms, two counts",
+        "scaled terms of three counts",
+    ],
 )
 def test_other_layouts(name: str, layout: str) -> None:
     torch.manual_seed(0)
@@ -98,6 +115,30 @@ def test_other_layouts(name: str, layout: str) -> None:
     model.double()
     x, y, mask = batch
     found = tutti.verify(step, model, optimizer, (x.double(), y, mask), layout)
+    assert found.ok, str(found)
+
+
+@pytest.mark.parametrize("layout", ["micro=2", "data=2 micro=2"])
+def test_running_sums_of_terms(layout: str) -> None:
+    """Returned on the way, too, and scaled: a term that is complete joins each sum afterwards."""
+
+    def step(
+        model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor
+    ) -> tuple[Tensor, ...]:
+        p = model(x)
+        kept, ignored = (y != 1).sum(), 8 - (y == 1).sum()
+        first = p.sin().sum() / kept + p.sum() / ignored
+        second = first * 2 + p.square().sum() / ignored
+        last = (first - second) / 3 - p.exp().sum() / ignored
+        optimizer.zero_grad()
+        (first + second + last).backward()
+        optimizer.step()
+        return first, second, last
+
+    torch.manual_seed(0)
+    model = nn.Linear(6, 6).double()
+    batch = torch.randn(8, 6).double(), torch.randint(CLASSES, (8,))
+    found = tutti.verify(step, model, torch.optim.SGD(model.parameters(), 0.1), batch, layout)
     assert found.ok, str(found)
 
 

@@ -32,6 +32,7 @@ from tutti.graph.edits.edit import NOTES, source_of
 from tutti.graph.ops import collectives
 from tutti.layout import Layout, Sharding
 from tutti.partition.partition import WITHOUT_RULE
+from tutti.pipeline.micro_batches.complete_terms import add_complete_terms_once
 from tutti.pipeline.micro_batches.coupled_samples import coupling
 from tutti.pipeline.micro_batches.over_time import MICRO, sums_over_time, take_apart
 from tutti.pipeline.micro_batches.second_passes import (
@@ -84,6 +85,7 @@ def moments_of(graph: fx.Graph, num_micro: int, layout: Layout) -> Moments:
     else:
         for node in list(graph.nodes):
             take_apart(node, layout)
+        add_complete_terms_once(graph)
     linear = _linear_in_parts if layout.zero >= GRADIENTS_FROM else is_linear
     while sum(_sooner(graph, node, linear) for node in reversed(list(graph.nodes))):
         pass
@@ -188,13 +190,6 @@ def _sooner(graph: fx.Graph, node: fx.Node, linear: Callable[[fx.Node], bool]) -
     made: Any = node.args[0]
     if len(made.users) != 1 or made.op != "call_function":
         return False
-    if made.target is collectives.partialize and made.args[1:] == ((MICRO,), "sum"):
-        node.replace_all_uses_with(made.args[0])
-        graph.erase_node(node)
-        graph.erase_node(made)
-        return True
-    if made.target in _SUMS and any(_pending(x) for x in made.all_input_nodes):
-        return _add_after(graph, node, made)
     if not linear(made):
         return False
     x: Any = made.args[0]
@@ -212,23 +207,6 @@ def _sooner(graph: fx.Graph, node: fx.Node, linear: Callable[[fx.Node], bool]) -
     return True
 
 
-def _pending(x: fx.Node) -> bool:
-    return x.target is collectives.partialize and x.args[1:] == ((MICRO,), "sum")
-
-
-def _add_after(graph: fx.Graph, node: fx.Node, made: fx.Node) -> bool:
-    """sum(partialize(a) + x) -> a + sum(x), and of a difference."""
-    for x in list(made.all_input_nodes):
-        with graph.inserting_before(made):
-            total = graph.call_function(collectives.all_reduce, (x, (MICRO,), "sum"))
-        total.meta = dict(x.meta)
-        made.replace_input_with(x, total)
-    node.replace_all_uses_with(made)
-    graph.erase_node(node)
-    return True
-
-
-_SUMS = (aten.add.Tensor, aten.sub.Tensor)
 _MOVES = (collectives.all_reduce, collectives.reduce_scatter)
 
 
