@@ -191,6 +191,9 @@ POWERS = each(
     torch.SymFloat, ("__pow__", "__rpow__"), "a power adds no guard that its base is positive"
 )
 SCHEDULER_FLOAT = Patch(lr_scheduler, "float", "a scheduler's metric may be a symbol", create=True)
+MILESTONES = Patch(
+    lr_scheduler.MultiStepLR, "get_lr", "milestones are compared with a count that may be a symbol"
+)
 TENSOR_OF_SYMBOLS = each(torch, ("tensor", "as_tensor"), "a tensor may be made of symbols")
 
 # The clock, the system's random bytes and other processes: `python/read_once.py`, `one_process.py`.
@@ -264,6 +267,6 @@ PATCHES = _flat(
         FAKE_LOG,
     ),
     *(CONVERSIONS, FAKE_CONVERSIONS, FAKE_READS, ITEM_MEMO),
-    *(MATH, EQUALITY, POWERS, SCHEDULER_FLOAT, TENSOR_OF_SYMBOLS),
+    *(MATH, EQUALITY, POWERS, SCHEDULER_FLOAT, MILESTONES, TENSOR_OF_SYMBOLS),
     *(CLOCKS, *ENTROPY, PROCESSES, DEFAULT_GROUP),
 )

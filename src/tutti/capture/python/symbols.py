@@ -13,10 +13,12 @@ from torch import Tensor, fx
 from tutti.capture.patch_table import (
     EQUALITY,
     MATH,
+    MILESTONES,
     POWERS,
     SCHEDULER_FLOAT,
     TENSOR_OF_SYMBOLS,
 )
+from tutti.capture.python.milestones import comparing
 from tutti.capture.python.read_values import ITEM, Symbols
 from tutti.capture.python.user_globals import like
 from tutti.errors import CaptureError
@@ -112,6 +114,7 @@ def on_symbols() -> Iterator[None]:
         (POWERS["__pow__"], _pow),
         (POWERS["__rpow__"], _rpow),
         (SCHEDULER_FLOAT, _SCHEDULERS_FLOAT),
+        (MILESTONES, comparing(MILESTONES.original)),
         *((patch, _tensor_of(patch.original)) for patch in TENSOR_OF_SYMBOLS.values()),
     ):
         yield
