@@ -229,6 +229,36 @@ def test_writing_into_the_batch() -> None:
     assert "x = x.clone()" in error.fix
 
 
+def test_writing_into_state_kept_by_hand() -> None:
+    """A clone would lose it at each call."""
+
+    def step(
+        model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, kept: dict[str, Any]
+    ) -> Tensor:
+        kept["mean"].mul_(0.9)  # here
+        return update(model, optimizer, cross_entropy(model(x), y))
+
+    model, kept = MLP(), {"mean": torch.ones(3)}
+    with pytest.raises(CaptureError) as info:
+        capture(step, model, SGD(model.parameters(), lr=0.1), (*vector_batch(0), kept))
+    error = info.value
+    assert error.what == "the step writes into its argument kept[...]"
+    assert error.at.endswith("# here")
+    assert "an object of your own class" in error.fix and "optimizer.state[p]" in error.fix
+
+
+def test_a_parameter_for_an_optimizer_that_is_none() -> None:
+    def step(model: nn.Module, optimizer: Optimizer | None, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(model(x), y)
+
+    with pytest.raises(CaptureError) as info:
+        capture(step, MLP(), None, vector_batch(0))
+    error = info.value
+    assert "missing 1 required positional argument: 'y'" in error.what
+    assert "with optimizer=None the step is called without one" in error.why
+    assert "after the model" in error.fix
+
+
 def test_an_optimizer_of_another_model() -> None:
     def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
         return update(model, optimizer, cross_entropy(model(x), y))

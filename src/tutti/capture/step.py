@@ -49,7 +49,7 @@ from tutti.capture.state.tensor_attributes import refuse_in_batch, refuse_kinds
 from tutti.capture.substitutes.sparse import dense, refuse_sparse_constants
 from tutti.capture.unexpected import named, refuse_untraced
 from tutti.capture.unread import LeafRead, read_in, with_stand_ins
-from tutti.errors import CaptureError
+from tutti.capture.written_arguments import refused_write
 from tutti.graph.ops.late_errors import make_late
 from tutti.torch_private.tracing import without_code
 from tutti.user_lines import quoted
@@ -219,14 +219,7 @@ def _collect(functional: fx.GraphModule, lifted: LiftedStep) -> Captured:
         number = int(written[0].rpartition(".")[2])
         lifted.hand_over_written(number)
         name = lifted.name_in_call(number)
-        raise CaptureError(
-            f"the step writes into its argument {name}",
-            at=quoted(lines[written[0]]),
-            why="the ranks hold parts of it, and the caller's tensor would stay as it was",
-            fix=f"clone it before: {name} = {name}.clone()"
-            if name.isidentifier()
-            else "clone it before changing it in place",
-        )
+        raise refused_write(name, quoted(lines[written[0]]))
     output = graph.output_node()
     returned = (
         list(output.args[0]) if isinstance(output.args[0], list | tuple) else [output.args[0]]

@@ -57,10 +57,13 @@ _SYMBOL = re.compile(r"\bSym(Float|Int|Bool)\b")
 # PyTorch's bindings assert that such a number is none of a symbol's.
 _NUMBERS_OF_BINDINGS = ("python_arg_parser.cpp", "SymIntArrayRef expected to contain only concrete")
 _OUTSIDE = "compute the number outside of the step and hand it over, or keep it as a plain number"
-_CALL = (
-    "step(...) with the arguments that the training step takes after the optimizer; if no optimizer was "
-    "given, it is called as train_step(model, *batch): tutti.distribute(train_step, model, optimizer)"
+_CALL = "step(...) with the arguments that the training step takes after the optimizer"
+_NO_OPTIMIZER = "with optimizer=None the step is called without one, as train_step(model, *batch)"
+_CALL_WITHOUT = (
+    "no parameter for an optimizer in the step, and step(...) with the arguments that it takes after the "
+    "model; or the optimizer in place of None"
 )
+_TRACED = "the step is run once by PyTorch's tracer, on tensors without values"
 _GENERAL = (
     "call the training step itself, without tutti: where plain PyTorch raises the same, the line is wrong; "
     "where it does not, write the line in another way, or outside of the step"
@@ -91,12 +94,12 @@ def named() -> Iterator[None]:
                 fix=told.fix,
             ) from error
         first = str(error).strip().partition("\n")[0] or "no message"
-        raise CaptureError(
-            f"{type(error).__name__} while the step was captured: {first}",
-            at=_line(error),
-            why="the step is run once by PyTorch's tracer, on tensors without values",
-            fix=next((fix for part, fix in _WAYS_OUT if part in str(error)), _general(error)),
-        ) from error
+        why, fix = _of_the_call(error) or (
+            _TRACED,
+            next((fix for part, fix in _WAYS_OUT if part in str(error)), _general(error)),
+        )
+        what = f"{type(error).__name__} while the step was captured: {first}"
+        raise CaptureError(what, at=_line(error), why=why, fix=fix) from error
 
 
 def refuse_untraced(traced: fx.GraphModule) -> None:
@@ -149,12 +152,16 @@ def _is_standard(path: str) -> bool:
 
 
 def _general(error: Exception) -> str:
-    if isinstance(error, TypeError) and _is_of_the_call(error):
-        return _CALL
     return _GENERAL if _within(error) else _OURS
 
 
-def _is_of_the_call(error: Exception) -> bool:
-    """Whether the call of the step itself failed: no frame of its own, arguments that do not fit."""
+def _of_the_call(error: Exception) -> tuple[str, str] | None:
+    """Reason and way out if the call of the step itself failed: no frame of its own, arguments that do not
+    fit."""
     last = _innermost(error.__traceback__)
-    return last is not None and last.tb_frame.f_code is called.__code__
+    if not isinstance(error, TypeError) or last is None:
+        return None
+    if last.tb_frame.f_code is not called.__code__:
+        return None
+    has_optimizer = len(last.tb_frame.f_locals["args"]) > 1
+    return (_TRACED, _CALL) if has_optimizer else (_NO_OPTIMIZER, _CALL_WITHOUT)
