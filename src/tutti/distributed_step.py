@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tutti.environment import CHECK_NAN
 from tutti.errors import LayoutError
 from tutti.job import Job
 from tutti.layout import Layout
+from tutti.modes.by_hand import TrainsByHand
 from tutti.modes.choice import mode_of
 from tutti.modes.compiled_program import Compiled
 from tutti.modes.programs import Programs
@@ -86,7 +88,7 @@ class Step:
 
         With replicas: the results of this rank's replica for its rows of the batch.
         """
-        batch = dense(taken(batch, named))
+        args, batch = batch, dense(taken(batch, named))
         if LOOK and (looked := LOOK[-1](self, batch)) is not NotImplemented:
             return looked
         if self._automatic is not None:
@@ -96,7 +98,13 @@ class Step:
         if watch is not None:
             watch.begins()
         mode.before(batch)
-        call, found = programs.call(batch)
+        try:
+            call, found = programs.call(batch)
+        except TrainsByHand:
+            running.python.draws.put_back()
+            self._bind(replace(running.job, by_hand=True), None)
+            self.num_steps = running.num_steps
+            return self(*args, **named)
         if found is None:
             return self._first_call(*call)
         compiled, given = found

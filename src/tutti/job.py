@@ -36,6 +36,7 @@ class Job:
         seed: of random ops such as dropout; 64 bits.
         found: compute shardings that a plan has found for parameters without one in `place`; without it the
             first call searches.
+        by_hand: the step trains weights without an optimizer.
     """
 
     train_step: Callable[..., Any]
@@ -47,6 +48,7 @@ class Job:
     batch_dim: BatchDim
     seed: int
     found: Mapping[str, str] | None = None
+    by_hand: bool = False
 
     @classmethod
     def of(

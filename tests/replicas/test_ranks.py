@@ -97,6 +97,25 @@ def test_an_evaluation_sees_the_whole_batch_with_the_weights_of_its_replica(rank
     assert found[0][0] != found[1][0]
 
 
+@pytest.mark.parametrize("sync", ["average(every=1)", "average(every=3)", "diloco(every=2)"])
+def test_a_step_that_trains_by_hand_splits_the_batch(ranks: Ranks, sync: str) -> None:
+    """As one with an optimizer: another loss on each replica, the same weights after a round."""
+    layout = f"replica=2 sync={sync}"
+    expected = ranks.run(training.train_by_hand, layout, 6, "sgd", n=2)
+    found = ranks.run(training.train_by_hand, layout, 6, "hand", n=2)
+    for (losses, state), (own_losses, own_state) in zip(found, expected, strict=True):
+        np.testing.assert_allclose(losses, own_losses, rtol=1e-12)
+        assert state.keys() == own_state.keys()
+        for name, x in state.items():
+            np.testing.assert_allclose(x, own_state[name], rtol=1e-12)
+    assert found[0][0] != found[1][0]
+
+
+def test_an_average_without_an_optimizer_stays_that_of_its_replica(ranks: Ranks) -> None:
+    for errors in ranks.run(training.follow, "replica=2 sync=average(every=4)", n=2):
+        assert max(errors) < 1e-12
+
+
 def test_replicas_that_start_differently_are_refused(ranks: Ranks) -> None:
     for said in ranks.run(training.start_differently, "replica=2 sync=average(every=4)", n=2):
         assert said.startswith("CommError: replicas do not start from the same state")

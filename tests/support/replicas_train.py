@@ -164,6 +164,58 @@ def evaluate(layout: str) -> tuple[Any, Any, State]:
     return look(x).tolist(), dist.get_rank(), state_of(step)
 
 
+def train_by_hand(layout: str, steps: int, kind: str) -> tuple[list[float], State]:
+    """Losses and state of steps that update weights by "hand", or of "sgd" at the same rate."""
+
+    def by_sgd(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        return train_step(model, optimizer, x, y)
+
+    def descend(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(model(x), y)
+        model.zero_grad()
+        loss.backward()
+        for p in model.parameters():
+            p.data.add_(p.grad, alpha=-0.1)  # type: ignore[arg-type]
+        return loss.detach()
+
+    model, _ = make(seed=dist.get_rank())
+    optimizer = None if kind == "hand" else torch.optim.SGD(model.parameters(), lr=0.1)
+    step = tutti.distribute(descend if kind == "hand" else by_sgd, model, optimizer, layout)
+    losses = [step(*batch_at(k)).item() for k in range(steps)]
+    assert step.num_steps == steps
+    return losses, {n: x for n, x in state_of(step).items() if not n.startswith("optim")}
+
+
+def follow(layout: str) -> list[float]:
+    """How far the average of this replica is from what its own weights give, in each step.
+
+    The average has no optimizer, and needs no samples.
+    """
+    model, optimizer = make()
+    both = nn.ModuleDict({"now": model, "mean": copy.deepcopy(model).requires_grad_(False)})
+
+    def fit(both: nn.ModuleDict, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        return train_step(both["now"], optimizer, x, y)
+
+    def average(both: nn.ModuleDict, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for old, new in zip(both["mean"].parameters(), both["now"].parameters(), strict=True):
+                old.lerp_(new, 0.5)
+        return both["mean"](x)
+
+    step = tutti.distribute(fit, both, optimizer, layout)
+    mean = tutti.distribute(average, both, layout=layout)
+    expected, found = copy.deepcopy(model), []
+    for k in range(3):
+        x, y = batch_at(k)
+        step(x, y)
+        with torch.no_grad():
+            for old, new in zip(expected.parameters(), model.parameters(), strict=True):
+                old.lerp_(new, 0.5)
+        found.append(float((mean(x) - expected(x)).abs().max()))
+    return found
+
+
 def start_differently(layout: str) -> str:
     """What a rank says when rank 0's state has not been sent."""
     from tutti.state import residence

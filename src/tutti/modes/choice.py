@@ -21,6 +21,6 @@ def kind_of(layout: Layout) -> type[Mode]:
 
 def mode_of(job: Job) -> Mode:
     """The mode of `job`. Replicas of an evaluation exchange nothing: each sees the whole batch."""
-    if optimizers_of(job.optimizer):
+    if optimizers_of(job.optimizer) or job.by_hand:
         return kind_of(job.layout)(job)
     return Evaluated(job) if job.layout.server else Plain(job)

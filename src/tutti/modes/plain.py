@@ -35,6 +35,7 @@ from tutti.execution.execute import Execution
 from tutti.graph.ops.late_errors import errors_kept
 from tutti.job import Job
 from tutti.layout import Sharding
+from tutti.modes.by_hand import refuse_as_evaluation
 from tutti.modes.compiled_program import Compiled
 from tutti.partition.partition import Program, partition
 from tutti.pipeline.ready import for_time, in_time
@@ -132,6 +133,7 @@ class Plain:
                 raise
             where = f"{quoted(user_line())}, {error.at}"
             raise ShardingError(error.what, at=where, why=error.why, fix=error.fix) from None
+        refuse_as_evaluation(job, program.captured)
         refuse_shared_memory(program.captured.state, program.captured.updated)
         for name, sharding in program.storage.items():
             home.storage.setdefault(name, sharding)

@@ -257,7 +257,8 @@ class Agreeing:
 
 
 def trained(model: nn.Module, optimizer: Any, updated: Collection[str]) -> list[StateTensor]:
-    """The parameters of the optimizers that a program updates, in the model's order.
+    """The parameters of the optimizers, or of a step without one, that a program updates, in the model's
+    order.
 
     The program knows better than `requires_grad` between calls, which a step may change within.
     """
@@ -268,7 +269,8 @@ def trained(model: nn.Module, optimizer: Any, updated: Collection[str]) -> list[
         for p in group["params"]
     }
     names = {*updated}
-    return [s for s in state_of(model, None) if id(s.tensor) in given and s.name in names]
+    found = [s for s in state_of(model, None) if s.kind == "parameter" and s.name in names]
+    return [s for s in found if id(s.tensor) in given] if optimizers_of(optimizer) else found
 
 
 def _averaged(s: StateTensor) -> bool:
