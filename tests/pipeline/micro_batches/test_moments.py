@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import fx
 
 import stacks
 from small_programs import Builder, lines
 from subjects import program
+from tutti.errors import ShardingError
 from tutti.graph.analysis.state import is_state
 from tutti.graph.ops import collectives
+from tutti.graph.ops.boundary import boundary
 from tutti.layout import Layout
 from tutti.passes.pass_table import ready_to_split
 from tutti.passes.target import Target
@@ -23,6 +26,8 @@ from tutti.pipeline.micro_batches.moments import (
     moments_of,
     sums_over_time,
 )
+
+aten = torch.ops.aten
 
 
 def moments(name: str, layout: str) -> Moments:
@@ -156,6 +161,21 @@ def test_a_join_over_ranks_and_time_takes_the_minor_axis_first() -> None:
         "data, 0, 1)",
         "micro, 0, 1)",
     ]
+
+
+def test_a_refusal_names_an_op_of_the_step() -> None:
+    """Not the part of a value, nor the mark of an update, in front of it."""
+    build = Builder()
+    x = build.given("x", 16, 6, kind="batch")
+    weight = build.given("weight", 6, 6, kind="parameter")
+    part = build.call(collectives.shard, x, ("micro",), 0, 1, shape=(8, 6))
+    product = build.call(aten.mm.default, part, weight, shape=(8, 6))
+    total = build.call(collectives.all_reduce, product, ("micro",), "sum", shape=(8, 6))
+    own = build.call(collectives.shard, total, ("micro",), 0, 1, shape=(4, 6))
+    marked = build.call(boundary, own, shape=(4, 6))
+    graph = build.done([build.call(aten.relu.default, marked, shape=(4, 6))], [])
+    with pytest.raises(ShardingError, match="relu needs all its samples at once"):
+        moments_of(graph, 2, Layout.parse("micro=2"))
 
 
 def test_an_exchange_over_time_is_a_join_and_a_part() -> None:

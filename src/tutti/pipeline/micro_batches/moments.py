@@ -36,6 +36,7 @@ from tutti.pipeline.micro_batches.complete_terms import add_complete_terms_once
 from tutti.pipeline.micro_batches.coupled_samples import coupling
 from tutti.pipeline.micro_batches.over_time import MICRO, sums_over_time, take_apart
 from tutti.pipeline.micro_batches.second_passes import (
+    computing_reader,
     in_words,
     reader_of_update,
     reads_new_weights,
@@ -304,7 +305,7 @@ class _Sorter:
             summed = next(x for x in summed.all_input_nodes if self.moments.when[x] == AFTER)
         if self._may_precede(summed):
             raise _NeededBefore(summed)
-        coupled = summed.meta.get("user") or node
+        coupled = computing_reader(summed.meta.get("user") or node)
         reader = reader_of_update([node]) or (node if reads_new_weights(node, read) else None)
         if reader is not None or self.num_micro == 1:
             raise second_pass(reader or coupled, self.num_micro)

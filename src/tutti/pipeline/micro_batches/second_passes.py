@@ -48,6 +48,18 @@ def reads_new_weights(node: fx.Node, value: fx.Node) -> bool:
     return behind and any(user.op == "output" for user in value.users)
 
 
+def computing_reader(node: fx.Node) -> fx.Node:
+    """A node of the user's step: itself, or the first behind marks and collectives, which no user has
+    written."""
+    found = node
+    while found.target in (*IDENTITIES, *collectives.PLAYED):
+        reader = next((user for user in found.users if user.op != "output"), None)
+        if reader is None:
+            return node
+        found = reader
+    return found
+
+
 def in_words(node: fx.Node) -> str:
     """The op of a node, and its module."""
     module = node.meta.get("module") or ""
