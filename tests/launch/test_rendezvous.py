@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import torch.distributed as dist
 
 from tutti.environment import RUN_DIR
 from tutti.errors import CommError, TuttiError
+from tutti.launch.not_met import not_met
 from tutti.launch.ranks import _meet, _rendezvous
 
 
@@ -75,6 +78,46 @@ def test_a_rank_that_does_not_come_is_named(
     with pytest.raises(CommError, match=r"^ranks 0, 2 did not come to rank 1 at the start .* 1 s"):
         _meet(0, 1, 3)
     assert not dist.is_initialized()
+
+
+def foreign_store(monkeypatch: pytest.MonkeyPatch) -> socket.socket:
+    """Another program holds the port of the store: it accepts connections, and never answers."""
+    of_torchrun(monkeypatch)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    monkeypatch.setenv("TUTTI_TIMEOUT", "1")
+    other = socket.create_server(("", 0))
+    monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
+    return other
+
+
+def test_a_store_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = time.monotonic()
+    expected = r"^rank 1 got no answer from the store of the run at 127.0.0.1:\d+ within 1 s\n"
+    with (
+        foreign_store(monkeypatch),
+        pytest.raises(CommError, match=f"(?s){expected}.* another MASTER_PORT on all ranks$"),
+    ):
+        _meet(0, 1, 2)
+    assert time.monotonic() - begin < 20
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = r"^rank 0 cannot open the store of the run at 127.0.0.1:\d+\n"
+    with (
+        foreign_store(monkeypatch),
+        pytest.raises(CommError, match=f"(?s){expected}.*  fix  another MASTER_PORT, the same"),
+    ):
+        _meet(0, 0, 2)
+
+
+def test_a_limit_of_threads_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (12, 12))
+    for said in ("Resource temporarily unavailable", "can't start new thread"):
+        error = str(not_met(RuntimeError(said), 1, [0]))
+        assert error.startswith(
+            "rank 1 cannot start a thread to meet the other ranks\n  why  " + said
+        )
+        assert "  fix  raise `ulimit -u` (now 12)" in error
 
 
 def test_a_rank_that_has_ended_is_not_waited_for(

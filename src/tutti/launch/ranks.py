@@ -12,15 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.comm.collectives.failure import named_ranks, reason_of
 from tutti.comm.collectives.group import collective_timeout
+from tutti.comm.host.bounded_call import bounded
 from tutti.environment import RUN_DIR, check_seconds
-from tutti.errors import CommError, TuttiError
+from tutti.errors import TuttiError
 from tutti.launch.gathering import Gathering, here
-from tutti.launch.interface import without_address
+from tutti.launch.not_met import no_answer, not_met
 from tutti.launch.waits import watch_waits
 
 LEAVE_SECONDS = 0.1
+# Beyond `TUTTI_TIMEOUT`, after which PyTorch itself reports a store that it does not reach.
+_MORE_SECONDS = 2.0
 # Whether the script has asked for its ranks: from then on it may train.
 asked = threading.Event()
 
@@ -63,7 +65,7 @@ def _meet(group: int, rank: int, world_size: int) -> None:
         dist.init_process_group(_backend(), timeout=collective_timeout(), **words)
     except RuntimeError as error:
         missing = [] if store is None else _missing(store, world_size)
-        raise _not_met(error, rank, missing) from error
+        raise not_met(error, rank, missing) from error
 
 
 def _missing(store: Any, world_size: int) -> list[int]:
@@ -72,27 +74,6 @@ def _missing(store: Any, world_size: int) -> list[int]:
         return [rank for rank in range(world_size) if not store.check([here(rank)])]
     except RuntimeError:
         return []
-
-
-def _not_met(error: RuntimeError, rank: int, missing: list[int]) -> CommError:
-    if found := without_address(str(error)):
-        return CommError(
-            f"rank {rank} cannot meet the other ranks: {found[0]}",
-            why="ranks reach each other by the interface that GLOO_SOCKET_IFNAME names, also on one host",
-            fix=found[1],
-        )
-    if missing:
-        seconds = collective_timeout().total_seconds()
-        return CommError(
-            f"{named_ranks(missing)} did not come to rank {rank} at the start within {seconds:g} s",
-            why=reason_of(error),
-            fix="if a rank is only slow, set TUTTI_TIMEOUT to more seconds",
-        )
-    return CommError(
-        f"rank {rank} cannot meet the other ranks at the start of the run",
-        why=reason_of(error),
-        fix="see that all ranks live, and reach each other by the interface that GLOO_SOCKET_IFNAME names",
-    )
 
 
 def _backend() -> str:
@@ -126,9 +107,7 @@ def _rendezvous(group: int, rank: int, world_size: int) -> Any:
     """
     run_dir = RUN_DIR.read()
     if not run_dir:
-        found = dist.rendezvous("env://", rank, world_size, timeout=collective_timeout())  # pyright: ignore[reportPrivateImportUsage]
-        store, _, _ = next(found)
-        store.set_timeout(collective_timeout())
+        store = _store_of_environment(rank, world_size)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
         part = f"tutti/{attempt if one_host else ''}"
@@ -141,6 +120,23 @@ def _rendezvous(group: int, rank: int, world_size: int) -> Any:
         )
     path = os.path.join(run_dir, f"ranks{group or ''}.store")
     return dist.FileStore(path, world_size)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _store_of_environment(rank: int, world_size: int) -> Any:
+    """The store at `MASTER_ADDR` and `MASTER_PORT`, within `TUTTI_TIMEOUT`.
+
+    PyTorch's own limit ends once something there has accepted the connection, even if that never answers.
+    """
+    limit = collective_timeout()
+    found = dist.rendezvous("env://", rank, world_size, timeout=limit)  # pyright: ignore[reportPrivateImportUsage]
+    try:
+        store, _, _ = bounded(
+            lambda: next(found), limit.total_seconds() + _MORE_SECONDS, "tutti-store"
+        )
+    except TimeoutError:
+        raise no_answer(rank, limit.total_seconds()) from None
+    store.set_timeout(limit)
+    return store
 
 
 def leave() -> None:

@@ -127,7 +127,11 @@ def _finish(code: int) -> None:
     if code:
         forget_good_end()
         nowhere = open(os.devnull, "w")  # noqa: SIM115 (faulthandler writes there until the end)
-        faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=nowhere)
+        try:
+            faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=nowhere)
+        except RuntimeError:  # no thread can start
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, EXIT_SECONDS)
         if ranks := sys.modules.get("tutti.launch.ranks"):
             atexit.unregister(ranks.leave)
     getattr(threading, "_shutdown", lambda: None)()  # waits for threads, as multiprocessing does

@@ -6,7 +6,6 @@ the host of that store, PyTorch waits for an answer without a limit: a thread wa
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from tutti.comm.collectives.failure import named_ranks, reason_of
 from tutti.comm.collectives.group import Group, collective_timeout
+from tutti.comm.host.bounded_call import bounded
 from tutti.errors import CommError
 from tutti.torch_private.named_group import named_group
 
@@ -41,24 +41,19 @@ def fresh_group(ranks: Sequence[int], *, backend: str | None = None) -> Group:
     counts = _made.setdefault(dist.group.WORLD, Counter())
     counts[key] += 1
     name = f"tutti {' '.join(map(str, key))}: {counts[key]}"
-    made: list[dist.ProcessGroup] = []
-    failed: list[Exception] = []
-
-    def make() -> None:
-        try:
-            made.append(named_group(key, name, collective_timeout(), backend))
-        except Exception as error:  # raised in the thread of the caller
-            failed.append(error)
-
     seconds = collective_timeout().total_seconds()
-    thread = threading.Thread(target=make, name="tutti-group", daemon=True)
-    thread.start()
-    thread.join(seconds + _MORE_SECONDS)
-    if not made:
+    try:
+        made = bounded(
+            lambda: named_group(key, name, collective_timeout(), backend),
+            seconds + _MORE_SECONDS,
+            "tutti-group",
+        )
+    except Exception as error:
+        late = isinstance(error, TimeoutError)
         others = named_ranks([rank for rank in key if rank != me])
         raise CommError(
             f"rank {me} has made no group with {others} within {seconds:g} s",
-            why=reason_of(failed[0]) if failed else "the store of the run does not answer",
+            why="the store of the run does not answer" if late else reason_of(error),
             fix="see whether the host of rank 0 can be reached, and whether each rank still lives",
-        ) from (failed[0] if failed else None)
-    return Group.of(made[0], key, me)
+        ) from (None if late else error)
+    return Group.of(made, key, me)
