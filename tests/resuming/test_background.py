@@ -27,7 +27,9 @@ from forked_writers import forked_writers
 from ranks import Ranks
 from resuming.small_run import SmallRun, losses_of, with_writers
 from tutti.checkpoint.manifest import MANIFEST
+from tutti.environment import RUN_DIR
 from tutti.errors import CheckpointError
+from tutti.launch.records import Noted, read_record
 from tutti.resuming import run_folder
 from tutti.resuming.background_writer import BackgroundWriter
 from tutti.resuming.run_folder import RUN, look_at, numbers, path_of, remove_leftovers
@@ -269,6 +271,24 @@ def test_a_script_that_ends_without_close_writes_its_save(tmp_path: Path) -> Non
     assert numbers(tmp_path / "run") == [2]
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_save_that_is_lost_at_the_end_is_told_by_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that knows of it may be one whose output nobody sees."""
+    run = SmallRun(tmp_path / "run", every=2, asynchronous=True)
+    run.until(1)
+    stopped(run)
+    run.until(4)
+    os.kill(the_process(run), signal.SIGKILL)
+    monkeypatch.setenv(RUN_DIR.name, str(tmp_path))
+    run.checkpoints._end()
+    noted = read_record(tmp_path, Noted, 0)
+    assert noted is not None and len(noted.lines) == 1
+    assert noted.lines[0].startswith(
+        "a save in the background is lost: cannot write the checkpoint "
+    )
 
 
 def test_the_folder_is_locked_until_the_process_of_a_killed_run_has_ended(tmp_path: Path) -> None:

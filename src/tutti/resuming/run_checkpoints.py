@@ -21,7 +21,7 @@ from tutti.environment import ROLE
 from tutti.errors import CheckpointError, CommError, TuttiError
 from tutti.launch.ranks import ensure_process_group
 from tutti.launch.roles import SERVER, WORKER, Role
-from tutti.launch.telling import tell_last_save
+from tutti.launch.telling import tell, tell_last_save
 from tutti.recording.run_writer import note
 from tutti.remote_paths import path_of
 from tutti.resuming import restoring, run_folder
@@ -318,4 +318,5 @@ def _end(saver: Saver) -> None:
     """At the end of the script, or once it has forgotten its `Checkpoints`."""
     error = saver.close(wait=not isinstance(getattr(sys, "last_value", None), CommError))
     if error is not None:
-        warnings.warn(str(error), stacklevel=2)
+        # A rank that prints nothing may be the only one that is left to say so.
+        tell(f"a save in the background is lost: {error}")
