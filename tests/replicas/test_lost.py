@@ -76,9 +76,7 @@ def test_a_run_ends_well_and_saves_without_its_first_replica(tmp_path: Path) -> 
     done = forked.run(["-m", "tutti", *words], env=env, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "rank 0 died (signal 9)" in done.stderr
-    line = (
-        "replica 0 is lost: its connection has closed; of 2 replicas 1 go on (--log-dir DIR keeps"
-    )
+    line = "replica 0 is lost: its connection has closed; replica 1 goes on (of 2) (--log-dir DIR keeps"
     assert done.stderr.count(line) == 1 and done.stderr.startswith(line)
     assert ": the others went on without replica 0" in done.stderr
     weights = [float(x) for x in (tmp_path / "1.txt").read_text().split()]
@@ -100,7 +98,7 @@ def test_a_replica_that_leaves_early_is_named(victim: int | None, tmp_path: Path
     if victim is None:
         assert "replica" not in done.stderr
         return
-    line = f"replica {victim} has left by step 6; of 2 replicas {1 - victim} go on"
+    line = f"replica {victim} has left by step 6; replica {1 - victim} goes on (of 2)"
     assert done.stderr.count(line) == 1 and "is lost" not in done.stderr
     assert (tmp_path / "saved").exists()
 

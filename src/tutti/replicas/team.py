@@ -165,10 +165,11 @@ class Team:
         self._told |= set(new)
         for replica, how in new.items():
             if self.between.speaks:
-                here = ", ".join(map(str, self.between.here()))
-                self._show(
-                    f"replica {replica} {how}; of {self.between.num_replicas} replicas {here} go on"
-                )
+                here = self.between.here()
+                one = len(here) == 1
+                named = ", ".join(map(str, here))
+                rest = f"replica {named} goes on" if one else f"replicas {named} go on"
+                self._show(f"replica {replica} {how}; {rest} (of {self.between.num_replicas})")
 
     def state(self) -> State:
         """The state that a resumed run needs for the same results; waits for exchanges in flight."""
