@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from tutti.data.sample_errors import ReadFailure, lost_worker
 from tutti.data.worker_deaths import told_of_deaths
+from tutti.data.worker_limits import lacking
 
 # A process whose connection broke has ended, or does so now.
 _DEATH_SECONDS = 2.0
@@ -72,6 +73,8 @@ class OwnReads:
         failure: Unread = OtherFailure(error)
         if found is not None:
             failure, self.lost = ReadFailure(found, RuntimeError(found.why)), True
+        elif (short := lacking(error)) is not None:
+            failure = ReadFailure(short, error)
         self._source, self._failed = None, {"failure": failure}
 
 

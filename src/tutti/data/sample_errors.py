@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from tutti.data.worker_limits import within_limits
 from tutti.errors import TuttiError
 from tutti.torch_private.pytrees import tree_flatten
 from tutti.user_lines import is_users, quoted
@@ -106,7 +107,10 @@ class Whereabouts:
     """The sample that each worker is reading, in shared memory, for the report of a worker that dies."""
 
     def __init__(self, num_workers: int) -> None:
-        self._shared = torch.full((num_workers, 3), _IDLE, dtype=torch.int64).share_memory_()
+        self._shared = torch.full((num_workers, 3), _IDLE, dtype=torch.int64)
+        if num_workers:
+            with within_limits():
+                self._shared.share_memory_()
         self._row: NDArray[np.int64] | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from tutti.data.worker_limits import within_limits
 from tutti.torch_private.worker_signals import is_of_data_loader
 
 
@@ -51,9 +52,10 @@ class _Postponed:
 
 
 def started(loader: DataLoader[Any]) -> Iterator[Any]:
-    """The iterator of a loader, whose workers start here."""
+    """The iterator of a loader, whose workers start here. Raises `TuttiError`: the machine has no room."""
     before = signal.getsignal(signal.SIGCHLD)
-    found = iter(loader)
+    with within_limits():
+        found = iter(loader)
     handler: Any = signal.getsignal(signal.SIGCHLD)
     if is_of_data_loader(handler) and threading.current_thread() is threading.main_thread():
         previous = before if callable(before) and before is not handler else None
