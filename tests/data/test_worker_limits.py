@@ -20,7 +20,10 @@ WHAT = "TuttiError: the loader has too little of this machine for its workers"
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [("ro", "/dev/shm: Read-only file system"), ("size=16k", "/dev/shm is full")],
+    [
+        ("ro", "workers cannot use /dev/shm: Read-only file system"),
+        ("size=16k", "/dev/shm is full"),
+    ],
 )
 def test_a_shared_memory_that_workers_cannot_use_is_named(options: str, why: str) -> None:
     """In a mount namespace of its own, as a container has one."""

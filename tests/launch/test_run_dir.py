@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from ranks import context
-from tutti.launch import run_dir
+from tutti.launch import run_dir, worker
 from tutti.launch.run_dir import RunDir, remove_stale
 
 SECONDS = 30.0
@@ -27,6 +31,37 @@ def wait_until_gone(path: Path) -> None:
     while path.exists():
         assert time.monotonic() < until, list(path.rglob("*"))
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("options", ["size=64k", "nr_inodes=20"])
+def test_a_disk_without_room_is_named_before_a_rank_starts(options: str, tmp_path: Path) -> None:
+    """In a mount namespace of its own, as a container has one."""
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"]).returncode:
+        pytest.skip("cannot make a mount namespace here")
+    mount = f'mount -t tmpfs -o {options} none "$TMPDIR" && "$@"; code=$?; ls "$TMPDIR"; exit $code'
+    words = ["unshare", "-rm", "sh", "-c", mount, "sh", sys.executable, "-m", "tutti", "run"]
+    done = subprocess.run(
+        [*words, "-n", "2", "--layout", "data=2", __file__],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and not done.stdout, done.stdout
+    assert f"no room in {tmp_path} for the small files" in done.stderr and "TMPDIR" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_rank_that_finds_no_room_any_more_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with worker._room_in(tmp_path / "run"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert codes == [2]
+    said = capfd.readouterr().err
+    assert said.startswith(f"no room in {tmp_path} ") and "why  No space left on device" in said
 
 
 def test_it_is_private_and_goes_with_all_in_it(parent: Path) -> None:

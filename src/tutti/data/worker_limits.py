@@ -30,7 +30,7 @@ def lacking(error: BaseException) -> TuttiError | None:
     elif number in (errno.ENOSPC, errno.ENOMEM):
         why, fix = "/dev/shm is full", "a larger /dev/shm (docker run --shm-size)"
     elif number in (errno.EROFS, errno.EACCES, errno.ENOENT):
-        why, fix = f"/dev/shm: {os.strerror(number)}", "a /dev/shm that this user can write"
+        why, fix = f"workers cannot use /dev/shm: {os.strerror(number)}", "mount it for writing"
     else:
         return None
     what = "the loader has too little of this machine for its workers"

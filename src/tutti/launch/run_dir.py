@@ -7,6 +7,7 @@ both are killed              the next run on this host does, since the owner rec
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -17,8 +18,11 @@ from pathlib import Path
 from tutti.comm.host.hosts import host_name
 from tutti.comm.host.life import stat_of
 from tutti.durable import check_writable
+from tutti.errors import TuttiError
 
-_PREFIX, _OWNER = "tutti-", "owner"
+_PREFIX, _OWNER, _PROBE = "tutti-", "owner", "probe"
+# What the disk must have left at the start.
+_ROOM_NBYTES, _ROOM_FILES = 256 * 1024, 64
 # The ranks die with the launcher, but not at once: they may still write.
 _CLEAN = (
     "cat >/dev/null; n=0; "
@@ -27,12 +31,19 @@ _CLEAN = (
 
 
 class RunDir:
-    """A new private directory for one run, `path`, and its cleaner."""
+    """A new private directory for one run, `path`, and its cleaner.
+
+    Raises:
+        TuttiError: its disk has no room for the small files of a run, by which the launcher knows the ranks.
+    """
 
     def __init__(self) -> None:
-        remove_stale(Path(tempfile.gettempdir()))
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        (self.path / _OWNER).write_text(_owner(os.getpid()))
+        parent = Path(tempfile.gettempdir())
+        remove_stale(parent)
+        try:
+            self.path = _made_in(parent)
+        except OSError as error:
+            raise without_room(parent, error) from None
         self._cleaner: subprocess.Popen[bytes] | None = None
         with suppress(OSError):  # no shell: the next run cleans up
             self._cleaner = subprocess.Popen(  # noqa: S603  # our own script and path, no text in it
@@ -55,6 +66,30 @@ class RunDir:
             self._cleaner.wait()
         self._cleaner.stdin.close()
         self._cleaner = None
+
+
+def _made_in(parent: Path) -> Path:
+    path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    try:
+        (path / _OWNER).write_text(_owner(os.getpid()))
+        (path / _PROBE).write_bytes(bytes(_ROOM_NBYTES))
+        (path / _PROBE).unlink()
+        disk = os.statvfs(path)
+        if disk.f_files and disk.f_favail < _ROOM_FILES:
+            raise OSError(errno.ENOSPC, f"there is room for {disk.f_favail} more files only")
+    except OSError:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+    return path
+
+
+def without_room(directory: Path, error: OSError) -> TuttiError:
+    """The error of a run whose own files find no room in `directory`."""
+    return TuttiError(
+        f"no room in {directory} for the small files by which a run's processes know each other",
+        why=str(error.strerror),
+        fix="free space there, or TMPDIR with another directory",
+    )
 
 
 def check_log_dir(folder: Path) -> None:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -34,6 +35,7 @@ from tutti.launch.records import (
     note_script,
     write_record,
 )
+from tutti.launch.run_dir import without_room
 from tutti.launch.script import Script, error_text, exit_code
 from tutti.launch.stand_in import die_with_parent, stand_in
 from tutti.launch.thread_stacks import Stack, frames_of, stack_of, traceback_stack
@@ -56,11 +58,13 @@ def main() -> None:
     rank, run_dir = int(os.environ["RANK"]), Path(RUN_DIR.read())
     if not run_dir.is_dir():  # the launcher was told to end while it started this rank
         os._exit(INTERRUPTED)
-    note_pid(run_dir, rank)
+    with _room_in(run_dir):
+        note_pid(run_dir, rank)
     _detach()
     stand_in(rank, run_dir)
-    note_script(run_dir, rank)
-    _trace_crashes(rank, run_dir)
+    with _room_in(run_dir):
+        note_script(run_dir, rank)
+        _trace_crashes(rank, run_dir)
     _record_on_stop(rank, run_dir)
     watch_waits()
     script, arguments = Script.of(sys.argv[1:])
@@ -74,6 +78,16 @@ def main() -> None:
         code = UNWRITTEN
         _note(run_dir, Exit(rank, code, time.monotonic()))
     os._exit(code)
+
+
+@contextlib.contextmanager
+def _room_in(run_dir: Path) -> Iterator[None]:
+    """The launcher has found room before; another program may have taken it since."""
+    try:
+        yield
+    except OSError as error:
+        print(without_room(run_dir.parent, error), file=sys.stderr, flush=True)
+        os._exit(2)
 
 
 def _choose_gpu() -> None:
