@@ -31,7 +31,7 @@ from tutti.planning.plan_file import Plan
 from tutti.propagate.batch_dim import BatchDim
 from tutti.replicas import strategies
 from tutti.server.protocol import consistency
-from tutti.user_lines import OnlyUsersFrames
+from tutti.user_lines import OnlyUsersFrames, users_level
 from tutti.verification.verdict import Verdict
 from tutti.version import VERSION
 
@@ -119,7 +119,7 @@ def _warn_of_plan(layout: str | Layout | None, plan: Plan) -> None:
         warnings.warn(
             f'the script gives distribute layout="{own}", so this step does not follow the plan of '
             f'"{plan.layout or "one device"}": leave layout out of distribute, or run without the plan',
-            stacklevel=4,
+            stacklevel=users_level(),
         )
 
 

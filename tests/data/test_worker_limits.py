@@ -22,7 +22,7 @@ WHAT = "TuttiError: the loader has too little of this machine for its workers"
     ("options", "why"),
     [
         ("ro", "workers cannot use /dev/shm: Read-only file system"),
-        ("size=16k", "/dev/shm is full"),
+        ("size=16k", "no room in /dev/shm"),
     ],
 )
 def test_a_shared_memory_that_workers_cannot_use_is_named(options: str, why: str) -> None:

@@ -13,6 +13,7 @@ from tutti.errors import ShardingError
 from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.propagate.plan import plan
+from tutti.user_lines import is_users
 from tutti.verification.verdict import Subject
 
 # Layout, placement, and the whole message.
@@ -72,8 +73,11 @@ def test_what_is_refused(name: str) -> None:
 
 def test_a_batch_that_does_not_divide() -> None:
     """Every rank works it out whole, and that is said."""
-    with pytest.warns(UserWarning, match="the 8 samples of batch tensor 0 do not divide by data=3"):
+    with pytest.warns(
+        UserWarning, match="the 8 samples of batch tensor 0 do not divide by data=3"
+    ) as heard:
         made = placed("data=3 zero=1", {})
+    assert is_users(heard[0].filename)
     batch = [n for n, kind in made.captured.kinds.items() if kind == "batch"]
     assert batch and not any(
         "data" in made.plan.spread.of(made.captured.placeholder(n)).axes for n in batch

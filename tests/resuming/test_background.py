@@ -25,12 +25,13 @@ import torch.distributed.checkpoint as dcp
 from captured_once import captured_once
 from forked_writers import forked_writers
 from ranks import Ranks
+from resuming import small_run
 from resuming.small_run import SmallRun, losses_of, with_writers
 from tutti.checkpoint.manifest import MANIFEST
 from tutti.environment import RUN_DIR
 from tutti.errors import CheckpointError
 from tutti.launch.records import Noted, read_record
-from tutti.resuming import run_folder
+from tutti.resuming import background_saves, run_folder
 from tutti.resuming.background_writer import BackgroundWriter
 from tutti.resuming.run_folder import RUN, look_at, numbers, path_of, remove_leftovers
 
@@ -247,6 +248,20 @@ def test_a_failure_after_the_last_step_is_raised_at_the_end(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="signal 9"):
         run.checkpoints.close()
     assert run.checkpoints.steps() == [2]
+
+
+def test_a_step_that_waits_for_a_save_is_told_at_the_users_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_saves, "_LONG_SECONDS", -1.0)
+    run = SmallRun(tmp_path / "run", every=1, asynchronous=True)
+    with (
+        pytest.warns(UserWarning, match="saves follow each other too soon") as heard,
+        run.checkpoints,
+    ):
+        run.until(2)
+    places = [x.filename for x in heard if "too soon" in str(x.message)]
+    assert places == [small_run.__file__]
 
 
 def test_an_exception_of_the_loop_is_not_hidden_by_a_failed_save(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from tutti.comm.host.signals import WATCHES
 from tutti.errors import CommError
 from tutti.layout import Layout
 from tutti.torch_private.dtensors import local_part
-from tutti.user_lines import is_users
+from tutti.user_lines import is_users, users_level
 
 WAIT_SECONDS = 10.0  # after which a rank reports the ranks that it waits for
 WHOLE_NBYTES = 2**15  # a tensor's hash covers all of it up to this size, else a sample
@@ -317,7 +317,7 @@ class Divergence:
                 f"rank {board.ranks[board.position]} has waited {waited_seconds:.0f} s in {self._name} "
                 f"({text['at']}) for {ranks}, which {'has' if len(self._unseen) == 1 else 'have'} not "
                 "called it: all ranks must call every step, an evaluation, too",
-                stacklevel=2,
+                stacklevel=users_level(),
             )
 
     def _give_up(self, waited_seconds: float) -> None:

@@ -28,6 +28,7 @@ from tutti.checkpoint.unanimous import Unanimous
 from tutti.errors import CheckpointError, CommError
 from tutti.remote_paths import is_remote
 from tutti.torch_private.checkpoint_parts import remote_writer
+from tutti.user_lines import users_level
 
 # Another run may replace a checkpoint while this one reads it.
 _MOST_TRIES = 3
@@ -179,7 +180,9 @@ class Reading:
                 fix=USE_EARLIER,
             )
         if self._ranks.leads and (damage := folders.index_damage(self.path, self.manifest)):
-            warnings.warn(f"{self.path}: {damage}; tutti does not read it", stacklevel=2)
+            warnings.warn(
+                f"{self.path}: {damage}; tutti does not read it", stacklevel=users_level()
+            )
         return ""
 
     def forms(self, prefix: str) -> dict[str, TensorForm]:

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 from tutti.comm.host.life import state_of
 from tutti.errors import CheckpointError
 from tutti.remote_paths import is_remote
+from tutti.user_lines import users_level
 
 LOCK = "lock"
 _LOOK_SECONDS = 0.05
@@ -87,7 +88,7 @@ def _locked(folder: Path, seconds: float) -> int:
         warnings.warn(
             f"{folder} cannot be locked ({error.strerror}): two runs that save there destroy each "
             "other's checkpoints",
-            stacklevel=2,
+            stacklevel=users_level(),
         )
         return fd
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")}

@@ -35,6 +35,5 @@ def plain_warnings() -> None:
 def _is_internal(filename: str) -> bool:
     if filename.startswith((_OWN_FOLDER, "<")) or filename == "sys":
         return True
-    return Path(filename).parent.name in _LIBRARIES and Path(filename).parents[1] in map(
-        Path, sys.path
-    )
+    roots = [*map(Path, sys.path)]
+    return any(one.name in _LIBRARIES and one.parent in roots for one in Path(filename).parents)

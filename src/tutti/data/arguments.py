@@ -23,6 +23,7 @@ from tutti.data.shared_reads import Terms
 from tutti.data.streams import StreamOrder, StreamReader
 from tutti.errors import TuttiError
 from tutti.layout import Layout
+from tutti.user_lines import users_level
 
 # Arguments of PyTorch's `DataLoader` that a loader does not take, and the reasons.
 _REFUSED = {
@@ -164,7 +165,7 @@ def _at_most_one(num_workers: int) -> int:
         warnings.warn(
             f"num_workers={num_workers}, but one worker reads an iterable dataset: several would "
             "read it in another order",
-            stacklevel=4,
+            stacklevel=users_level(),
         )
     return min(1, num_workers)
 

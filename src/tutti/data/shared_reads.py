@@ -33,6 +33,7 @@ from tutti.data.sample_order import BatchSpan
 from tutti.errors import TuttiError
 from tutti.layout import Layout
 from tutti.torch_private.pytrees import tree_map
+from tutti.user_lines import users_level
 
 _WAIT = "the loader's shared read"
 
@@ -212,7 +213,7 @@ def warn_apart(problem: str) -> None:
     """Warn that ranks read each for itself, though they were told to share."""
     if dist.get_rank() == 0:
         text = f"share_reads=True, but {problem}: each rank reads for itself"
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(text, stacklevel=users_level())
 
 
 def _members(layout: Layout, hosts: list[str], axes: tuple[str, ...]) -> list[list[int]]:

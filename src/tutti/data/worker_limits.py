@@ -28,7 +28,7 @@ def lacking(error: BaseException) -> TuttiError | None:
         why = "this user, or this container, may have no more processes and threads"
         fix = "raise `ulimit -u`, or the container's limit of processes"
     elif number in (errno.ENOSPC, errno.ENOMEM):
-        why, fix = "/dev/shm is full", "a larger /dev/shm (docker run --shm-size)"
+        why, fix = "no room in /dev/shm", "a larger /dev/shm (docker run --shm-size)"
     elif number in (errno.EROFS, errno.EACCES, errno.ENOENT):
         why, fix = f"workers cannot use /dev/shm: {os.strerror(number)}", "mount it for writing"
     else:

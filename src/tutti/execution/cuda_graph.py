@@ -26,6 +26,7 @@ from tutti.graph.ops.fused_updates import KERNELS
 from tutti.graph.ops.loop import graphs_of
 from tutti.graph.randomness.draw import draw
 from tutti.partition.partition import Program
+from tutti.user_lines import users_level
 
 # First calls that run op by op: libraries initialize themselves at their first use.
 NUM_WARM_UP = 2
@@ -276,7 +277,9 @@ def _nothing_to_watch() -> contextlib.AbstractContextManager[list[str]]:
 
 def say_why(why: str) -> None:
     """Report in one line why a step does not run as one CUDA graph."""
-    warnings.warn(f"{CUDA_GRAPH}: the step is played op by op, since {why}", stacklevel=2)
+    warnings.warn(
+        f"{CUDA_GRAPH}: the step is played op by op, since {why}", stacklevel=users_level()
+    )
 
 
 def tensor_rates(graph: fx.Graph, num_inputs: int) -> set[int]:

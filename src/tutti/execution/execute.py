@@ -44,7 +44,7 @@ from tutti.planner.stages import forecast
 from tutti.state.residence import Residence
 from tutti.state.shared_storage import Lodger
 from tutti.torch_private.autograd_engine import set_grad_enabled
-from tutti.user_lines import generated_line, note_line
+from tutti.user_lines import generated_line, note_line, users_level
 
 
 class Execution:
@@ -81,7 +81,7 @@ class Execution:
             check_order(in_common(self.timed))
             if rank == 0:
                 for text in forecast(self.timed).dear_cuts():
-                    warnings.warn(text, stacklevel=2)
+                    warnings.warn(text, stacklevel=users_level())
         if self.timed is not None and "pipe" in mesh:
             home.owners.update(self.timed.owners)
         self.pipe_rank = self._coordinates.get("pipe", 0)
@@ -150,7 +150,7 @@ class Execution:
             if dist.get_rank() == 0:
                 warnings.warn(
                     f"{error}: weights and gradients are copied between ranks, which is slower",
-                    stacklevel=2,
+                    stacklevel=users_level(),
                 )
             self._lodger = None
             graph = optimized(self.program, replace(target, shared=frozenset()))

@@ -24,7 +24,7 @@ from tutti.propagate.boundaries import COMPUTE
 from tutti.propagate.plan import ShardingPlan
 from tutti.rules import Rule, is_tensor_call, operands_of
 from tutti.rules.rule import results_of
-from tutti.user_lines import quoted
+from tutti.user_lines import quoted, users_level
 
 aten = torch.ops.aten
 # On a call of the whole step with gathered operands, for lack of a rule.
@@ -291,7 +291,7 @@ class _PartitionWriter:
                 warnings.warn(
                     f"no rule says how {text} may be split: its operands are gathered on every rank. "
                     'Give one: tutti.rule("namespace::op", "m k, n k -> m n")',
-                    stacklevel=2,
+                    stacklevel=users_level(),
                 )
             self.program.fallbacks.append(text)
             node.meta[WITHOUT_RULE] = True

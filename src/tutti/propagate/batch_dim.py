@@ -22,6 +22,7 @@ from tutti.errors import ShardingError
 from tutti.graph.analysis.cost import seconds_of
 from tutti.layout import Layout, Mesh, Sharding
 from tutti.torch_private.pytrees import tree_flatten
+from tutti.user_lines import users_level
 
 # The axes that split the samples, major to minor; `replica` if workers share a program.
 BATCH_AXES = ("replica", "data", "micro")
@@ -177,7 +178,7 @@ def warn_of_uneven(unsplit: Sequence[Unsplit]) -> None:
             f"the {size} samples of {_called(name)} do not divide by {axis}={ways}: every rank computes all "
             "of them, in the time of one device; DataLoader(drop_last=True) leaves such a batch "
             "out, and a size that divides splits it",
-            stacklevel=2,
+            stacklevel=users_level(),
         )
 
 
@@ -188,7 +189,7 @@ def warn_of_micro(asked: int, found: int) -> None:
             f"micro={asked} does not divide each rank's samples: each rank takes them in {found} "
             f"{'slice' if found == 1 else 'slices'}, which takes more memory; DataLoader(drop_last=True) "
             "leaves such a batch out",
-            stacklevel=2,
+            stacklevel=users_level(),
         )
 
 
@@ -202,7 +203,7 @@ def warn_of_whole(share: float, captured: Captured, dims: Dims, ways: int) -> No
         f"forward and backward does not depend on that: every rank works it out whole. Not split: "
         f"{', '.join(rest) or 'nothing'}. distribute(..., batch_dim=...) tells which dim of each argument "
         "holds the samples, None for one without",
-        stacklevel=2,
+        stacklevel=users_level(),
     )
 
 

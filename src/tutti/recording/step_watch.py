@@ -24,6 +24,7 @@ from tutti.recording.returned_scalars import ReturnedScalars
 from tutti.recording.run_writer import RunWriter
 from tutti.recording.step_forecast import beside, call_and_held, say
 from tutti.recording.step_rows import StepRows
+from tutti.user_lines import users_level
 
 MOST_DESCRIBED = 3  # programs of one step with all their facts
 
@@ -105,7 +106,9 @@ class StepWatch:
         except Exception as error:  # a report must not end the run that it is about
             told = f"{type(error).__name__}: {error}"
             self._out.write("problem", text=told, trace=traceback.format_exc()[-2000:])
-            warnings.warn(f"the report lacks the facts of a program: {told}", stacklevel=5)
+            warnings.warn(
+                f"the report lacks the facts of a program: {told}", stacklevel=users_level()
+            )
             return {}
 
     def _tell(self, seconds: float, program: Watched) -> None:

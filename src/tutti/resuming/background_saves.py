@@ -19,6 +19,7 @@ from tutti.resuming.run_save import RunSave
 from tutti.resuming.staged_save import StagedSave, StagedStep
 from tutti.resuming.staging import Copy, arranged
 from tutti.saving.state_share import StateShare
+from tutti.user_lines import users_level
 
 # A rank that waits for its own save asks the others so often.
 _ASK_SECONDS = 0.2
@@ -155,11 +156,11 @@ class BackgroundSaves:
         if seconds > _LONG_SECONDS and self._ranks.leads and not self._warned:
             self._warned = True
             text = f"a step waited {seconds:.1f} s until the last save was written"
-            warnings.warn(f"{text}: saves follow each other too soon", stacklevel=6)
+            warnings.warn(f"{text}: saves follow each other too soon", stacklevel=users_level())
 
     def _hear(self, *, wait: bool) -> None:
         try:
             for text in self._writer.outcome(self._what, wait=wait) or ():
-                warnings.warn(text, stacklevel=2)
+                warnings.warn(text, stacklevel=users_level())
         except CheckpointError as error:
             self._error = parts_of(error)

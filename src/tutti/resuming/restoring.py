@@ -25,6 +25,7 @@ from tutti.resuming.state_trees import TreeReader, forms_in, tensors_beside, unr
 from tutti.saving.hyper_parameters import check_groups, put_groups
 from tutti.saving.step_checkpoint import check_fit, read_state
 from tutti.state.shards import plain_dtensor
+from tutti.user_lines import users_level
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def newest_whole(folder: Path, ranks: Unanimous, damaged: set[int]) -> WholeStep
             reasons.append(f"{said}; {error.fix}" if error.fix not in ("", USE_EARLIER) else said)
             if ranks.leads:
                 name = run_folder.path_of(folder, step).name
-                warnings.warn(f"{name} is left out: {reasons[-1]}", stacklevel=4)
+                warnings.warn(f"{name} is left out: {reasons[-1]}", stacklevel=users_level())
     if not reasons:
         return None
     raise CheckpointError(

@@ -202,7 +202,7 @@ class Checkpoints:
         try:
             self._settle()
         except CheckpointError as error:
-            warnings.warn(f"an earlier save has failed: {error}", stacklevel=3)
+            warnings.warn(f"an earlier save has failed: {error}", stacklevel=users_level())
         self._save(self._saver.save)
         if self._saver.writes:
             tell_last_save(self._parts.num_steps)
@@ -282,7 +282,7 @@ class Checkpoints:
         self._signals.restore()
         error = self._saver.close(wait=not isinstance(raised, CommError))
         if error is not None:
-            warnings.warn(str(error), stacklevel=2)
+            warnings.warn(str(error), stacklevel=users_level())
 
     @property
     def stopping(self) -> bool:

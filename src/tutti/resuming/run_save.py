@@ -15,6 +15,7 @@ from tutti.remote_paths import path_of, remove_tree
 from tutti.resuming import random_states, run_folder
 from tutti.resuming.retention import Retention
 from tutti.resuming.run_folder import RunRecord
+from tutti.user_lines import users_level
 
 # Writes the checkpoint of a step by its name: at a path, with the `extra` of its manifest.
 WritePart = Callable[[str, Path, dict[str, Any]], None]
@@ -95,5 +96,5 @@ class RunSave:
             for one in Retention(self.keep, self.record.best).superfluous(whole):
                 run_folder.remove_step(one)
         except OSError as error:
-            warnings.warn(f"older checkpoints in {folder} stay: {error}", stacklevel=2)
+            warnings.warn(f"older checkpoints in {folder} stay: {error}", stacklevel=users_level())
         return ""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tutti.capture.state.lift import StateTensor
 from tutti.torch_private.storages import memory_id, num_uses, storage_id
+from tutti.user_lines import users_level
 
 
 def warn_of_onlookers(
@@ -40,7 +41,7 @@ def warn_of_onlookers(
                 f'another tensor shares the memory of "{s.name}" (a flat view, a state_dict() that is '
                 "kept): it stays as it is now, while steps change the weight; step.model_state() gives the "
                 "weights of then",
-                stacklevel=2,
+                stacklevel=users_level(),
             )
             return True
     return False

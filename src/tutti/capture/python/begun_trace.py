@@ -42,6 +42,7 @@ from tutti.capture.state.new_slots import slot_ahead
 from tutti.torch_private.fake_tensors import FakeTensorMode
 from tutti.torch_private.module_tables import FLAT_WEIGHTS
 from tutti.torch_private.pytrees import TreeSpec, tree_flatten, tree_leaves
+from tutti.user_lines import users_level
 
 
 class BegunTrace:
@@ -259,5 +260,5 @@ def say_lost(one: LeftValue) -> None:
     warnings.warn(
         f"{one.entry.name} stays as it is: the step puts a {kind} there, which happens in Python, where it "
         "runs once",
-        stacklevel=2,
+        stacklevel=users_level(),
     )

@@ -19,6 +19,7 @@ from tutti.comm.host.shared_memory import SharedGroup
 from tutti.errors import LayoutError
 from tutti.graph.ops.matmul import is_faster
 from tutti.layout.mesh import Mesh
+from tutti.user_lines import users_level
 
 Axes = tuple[str, ...]
 
@@ -134,7 +135,7 @@ class Groups:
         if found and not self._warned and self.rank == 0:
             warnings.warn(
                 f"{found}; what cannot go through it goes through Gloo, which is slower",
-                stacklevel=3,
+                stacklevel=users_level(),
             )
         self._warned |= bool(found)
 
