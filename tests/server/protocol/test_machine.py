@@ -162,7 +162,7 @@ def test_step_waits_for_a_silent_worker() -> None:
     for now in range(100):
         desk.now = float(now)
         assert not desk.machine.tick(desk.now)
-    assert desk.machine.silent(desk.now) == [0, 1]
+    assert [*desk.machine.silent(desk.now)] == [0, 1]
     assert desk.push(1, 1, made=made[1]).sequence == 1 and desk.others[0].version == 1
     plain_step(desk.updater, start, {n: made[0][n] + made[1][n] for n in made[0]}, LR)
     assert same(desk.weights(), start)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -43,13 +45,14 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_step_ends_for_all_when_a_worker_has_vanished() -> None:
-    """No update is made without its rows; each of the others, and the server, names it."""
+@contextmanager
+def ending(num_workers: int) -> Iterator[tuple[Service, list[BaseException]]]:
+    """A service under `step` that ends with an error, and that error."""
     service = Service(
         Sgd(),
         whole_state(Sgd()),
         consistency=parse("step"),
-        num_workers=3,
+        num_workers=num_workers,
         secret=SECRET,
         lease_seconds=LEASE_SECONDS,
         block_nbytes=BLOCK_NBYTES,
@@ -64,24 +67,48 @@ def test_step_ends_for_all_when_a_worker_has_vanished() -> None:
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    at, said = [service.address], "worker 1 is lost: the connection was closed"
-    with (
-        client(Sgd(), "step", at, 0) as waits,
-        client(Sgd(), "step", at, 1) as vanishes,
-        client(Sgd(), "step", at, 2) as computes,
-    ):
-        all_at_once(waits.join, vanishes.join, computes.join)
-        for one, worker in ((waits, 0), (computes, 2)):
-            assert pushed(one, worker)
-        vanishes.close()
-        with pytest.raises(RunOverError, match=said):
-            waits.pull(like(Sgd()))
-        until(lambda: computes._links.failed)  # a heartbeat has told it
-        with pytest.raises(RunOverError, match=said):
-            computes.pull(like(Sgd()))
-        thread.join(20)
-    assert not thread.is_alive() and len(failed) == 1 and said in str(failed[0])
+    yield service, failed
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_step_ends_for_all_when_a_worker_has_vanished() -> None:
+    """No update is made without its rows; each of the others, and the server, names it."""
+    said = "worker 1 is lost: the connection was closed"
+    with ending(3) as (service, failed):
+        at = [service.address]
+        with (
+            client(Sgd(), "step", at, 0) as waits,
+            client(Sgd(), "step", at, 1) as vanishes,
+            client(Sgd(), "step", at, 2) as computes,
+        ):
+            all_at_once(waits.join, vanishes.join, computes.join)
+            for one, worker in ((waits, 0), (computes, 2)):
+                assert pushed(one, worker)
+            vanishes.close()
+            with pytest.raises(RunOverError, match=said):
+                waits.pull(like(Sgd()))
+            until(lambda: computes._links.failed)  # a heartbeat has told it
+            with pytest.raises(RunOverError, match=said):
+                computes.pull(like(Sgd()))
+    assert len(failed) == 1 and said in str(failed[0])
     assert service.machine.ledger.version == 0
+
+
+def test_step_names_the_worker_for_which_the_one_that_left_had_waited() -> None:
+    """As behind a link that has broken: no request comes, and its connections are not closed."""
+    with ending(2) as (service, failed):
+        at = [service.address]
+        with client(Sgd(), "step", at, 0) as one, client(Sgd(), "step", at, 1) as other:
+            all_at_once(one.join, other.join)
+            suspended(other)
+            assert pushed(one, 0)
+            time.sleep(2 * LEASE_SECONDS)
+            one.close()
+            until(lambda: service._failure is not None)
+            service.stop()  # it would wait longer, to tell worker 1
+    said = r"nothing came from worker 1 for \d s, and worker 0 left meanwhile\n"
+    assert re.match(said, str(failed[0]))
 
 
 def test_step_waits_for_a_suspended_worker() -> None:

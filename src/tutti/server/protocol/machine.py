@@ -99,7 +99,7 @@ class Machine:
     def tick(self, now: float) -> Answers:
         """The answers that the passing of time makes possible: leases end, but not under `step`."""
         active, ended = self.ledger.active(), self.silent(now)
-        ended = ended if self.ledger.consistency.apart else []
+        ended = ended if self.ledger.consistency.apart else {}
         for worker in ended:
             self._decide(Departed(worker, active[worker].incarnation))
         if self._gathered(now):
@@ -108,13 +108,13 @@ class Machine:
             return []
         return self._go_on()
 
-    def silent(self, now: float) -> list[int]:
-        """The present workers whose lease is over."""
-        return [
-            worker
-            for worker in self.ledger.active()
-            if self._leases.setdefault(worker, now + self.lease_seconds) <= now
-        ]
+    def silent(self, now: float) -> dict[int, float]:
+        """The present workers whose lease is over, and the seconds since their last request, most first."""
+        ends = {
+            w: self._leases.setdefault(w, now + self.lease_seconds) for w in self.ledger.active()
+        }
+        over = sorted((end, worker) for worker, end in ends.items() if end <= now)
+        return {worker: now - end + self.lease_seconds for end, worker in over}
 
     def _gathered(self, now: float) -> bool:
         """Whether the wait for workers that never joined is over; under `step` present workers need them."""

@@ -218,7 +218,7 @@ class Service:
         silent = self.machine.silent(self._now)
         self._lost = [w for w in silent if w in self._met and w not in here]
         if self._lost:
-            self._fail(lost(self._lost, self.machine.lease_seconds))
+            self._fail(lost(self._lost, silent, self.machine.lease_seconds))
 
     def _telling_seconds(self) -> float:
         untold = self.machine.ledger.active().keys() - self._told - {*self._lost}

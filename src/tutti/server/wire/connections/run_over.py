@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tutti.errors import CommError
 
 
@@ -9,13 +11,27 @@ class RunOverError(CommError):
     """The servers have ended, or have lost a worker that they cannot do without."""
 
 
-def lost(workers: list[int], lease_seconds: float) -> RunOverError:
-    """The error of a server under `step` whose workers have vanished."""
-    names = ", ".join(map(str, workers))
-    who = f"worker {names} is lost" if len(workers) == 1 else f"workers {names} are lost"
+def lost(workers: list[int], silent: Mapping[int, float], lease_seconds: float) -> RunOverError:
+    """The error of a server under `step` whose workers have vanished.
+
+    Args:
+        workers: those that have closed their connections.
+        silent: seconds since the last request of each silent worker, most first. Those that
+            left after it may have waited for the first one in vain.
+    """
+    first = next(iter(silent))
+    if first not in workers:
+        left = f"{_named(workers)} left meanwhile"
+        return told(f"nothing came from worker {first} for {silent[first]:.0f} s, and {left}")
+    verb = "is" if len(workers) == 1 else "are"
     return told(
-        f"{who}: the connection was closed, and not opened again within {lease_seconds:g} s"
+        f"{_named(workers)} {verb} lost: the connection was closed, and not opened again within "
+        f"{lease_seconds:g} s"
     )
+
+
+def _named(workers: list[int]) -> str:
+    return f"worker{'s' * (len(workers) > 1)} {', '.join(map(str, workers))}"
 
 
 def told(what: str) -> RunOverError:
