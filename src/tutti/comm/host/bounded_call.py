@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-_T = TypeVar("_T")
+_Result = TypeVar("_Result")
 
 
-def bounded(call: Callable[[], _T], seconds: float, name: str) -> _T:
+def bounded(call: Callable[[], _Result], seconds: float, name: str) -> _Result:
     """What `call` returns or raises. A thread makes it in the caller's place, and outlives a late one.
 
     Args:
@@ -18,7 +18,7 @@ def bounded(call: Callable[[], _T], seconds: float, name: str) -> _T:
     Raises:
         TimeoutError: it does not end within `seconds`.
     """
-    made: list[_T] = []
+    made: list[_Result] = []
     failed: list[BaseException] = []
 
     def make() -> None:
