@@ -6,6 +6,7 @@ import json
 import os
 import re
 import warnings
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,14 @@ def test_auto_is_refused_by_commands_that_choose_no_layout(command: str, script:
     assert "tutti run and tutti.distribute alone take it" in made.stderr
 
 
+@pytest.fixture
+def own_default_device() -> Iterator[None]:
+    """A script that runs in this process may set another; it stays set for the tests after it."""
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("own_default_device")
 def test_compute_that_is_little_arithmetic_says_so(script: Path, tmp_path: Path) -> None:
     words = "--devices", "2 x h100", "--layout", "data=2 micro=1 remat=none"
     told = re.search(r"arithmetic at the peak takes ([\d.]+)% of it", plan(script, *words).stdout)
