@@ -259,7 +259,9 @@ def test_a_step_without_a_place_for_the_optimizer_is_refused() -> None:
 def test_a_step_without_its_optimizer_has_the_fix() -> None:
     model, _, batch = make()
     step = tutti.distribute(returning_step, model)
-    with pytest.raises(tutti.CaptureError, match="if no optimizer was given"):
+    with pytest.raises(
+        tutti.CaptureError, match="with optimizer=None the step is called without one"
+    ):
         step(batch)
 
 

@@ -83,7 +83,7 @@ def test_slots_lie_as_their_parameter_where_sizes_agree() -> None:
     ("compute", "stored"),
     [
         ("3*8@tensor, 8", "24@tensor, 8"),
-        ("8@tensor, 3*8@tensor", "8@tensor, 24@tensor"),
+        ("8@data, 3*8@tensor", "8@data, 24@tensor"),
         ("2*4@data*3*2@tensor", "48@tensor+data"),
         ("3*2@tensor", "6@tensor"),
         ("24@tensor+data, 8", "24@tensor+data, 8"),
