@@ -18,7 +18,7 @@ from tutti.costs.graph_seconds import CollectiveCall
 from tutti.layout import Layout, Sharding
 from tutti.planner.estimates.graph_clock import OVERLAP_SLOWDOWN
 from tutti.planner.placement.counted_programs import NO_NODE, CountedProgram, CountedPrograms
-from tutti.planner.placement.yardstick import Yardstick, sent_nbytes
+from tutti.planner.placement.yardstick import Yardstick
 
 # The share of the backward in the time of both passes.
 _BACKWARD = 2 / 3
@@ -84,15 +84,12 @@ class Costing:
             + collectives
             + self._update_seconds(local)
             + self._summing(local, computing),
-            sent_nbytes=sum(n * self._sent(c) for c, n in made.calls),
+            sent_nbytes=sum(n * self.share * self.yardstick.sent(c) for c, n in made.calls),
             memory_nbytes=self._state_nbytes(local) + self.share * made.kept_nbytes,
             shardings={n: s for n, s in made.shardings.items() if s.axes},
             counts=made.counts,
             gathered=made.gathered,
         )
-
-    def _sent(self, call: CollectiveCall) -> float:
-        return self.share * sent_nbytes(call, self.yardstick.group(call.axes).size)
 
     def _local_nbytes(self, made: CountedProgram) -> dict[str, float]:
         """The bytes of each parameter of the whole step on a rank."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tutti.costs.collective_seconds import RankGroup, collective_seconds
+from tutti.costs.collective_seconds import RankGroup, collective_seconds, sent_nbytes
 from tutti.costs.graph_seconds import CollectiveCall
 from tutti.costs.kernel_seconds import kernel_seconds
 from tutti.costs.kernels import DeviceKernel
@@ -61,14 +61,12 @@ class Yardstick:
             return collective_seconds(call.kind, share * call.nbytes, group, self.cluster.topology)
         topology = self.cluster.topology
         link = topology.inside if group.num_hosts == 1 else topology.between
-        sent = share * sent_nbytes(call, group.size)
-        return sent / (link.bandwidth.value * link.efficiency.value)
+        return share * self.sent(call) / (link.bandwidth.value * link.efficiency.value)
+
+    def sent(self, call: CollectiveCall) -> float:
+        """Bytes that a rank sends in a collective."""
+        return sum(sent_nbytes(call.kind, call.nbytes, self.group(call.axes)))
 
     def group(self, axes: tuple[str, ...]) -> RankGroup:
         """The ranks over which a collective of these axes goes."""
         return RankGroups(self.layout.mesh, self.cluster.topology.host_size)[axes]
-
-
-def sent_nbytes(call: CollectiveCall, size: int) -> float:
-    """The bytes that each of `size` ranks sends, by a ring."""
-    return (2 if call.kind == "all_reduce" else 1) * (size - 1) / size * call.nbytes
