@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from small_steps import trained
 from tutti.costs.draw_seconds import draw_seconds, kernel_nbytes
+from tutti.costs.kernel_seconds import LAUNCHES
 from tutti.graph.analysis.draws import is_draw
 from tutti.hardware.cluster import Cluster
 from tutti.job import Job
@@ -55,8 +56,10 @@ def test_a_step_takes_longer_by_its_draws() -> None:
         graph = programs.program(Layout.parse(layout)).graph
         (drawn,) = [node for node in graph.nodes if is_draw(node)]
         with_draws, without = (
-            PricedMachine.of(cluster, draws=d).kernels(graph) for d in (True, False)
+            PricedMachine.of(cluster, draws=d).kernels(graph).seconds for d in (True, False)
         )
-        assert with_draws == {**without, **draw_seconds(graph, cluster.device)}
+        ((seconds, limit),) = draw_seconds(graph, cluster.device).values()
+        assert with_draws == {**without, drawn: seconds}
+        assert limit == LAUNCHES  # 512 x 1024 numbers are few bytes
         assert drawn not in without
         assert with_draws[drawn] >= 3 * cluster.device.host_seconds.value  # each waits for the host

@@ -11,6 +11,7 @@ import pytest
 from tests.planning.test_hardware_files import FOUND
 from tutti.costs.rank_groups import RankGroups
 from tutti.layout import Layout
+from tutti.planner.estimates.priced_machine import MeasuredKernels
 from tutti.planning import hardware_files
 from tutti.planning.kernel_times import GraphTimes
 from tutti.planning.processor_speed import ProcessorSpeed
@@ -42,7 +43,7 @@ def test_ranks_take_turns_where_processors_are_few(
     num_ranks: int, processes: int, threads: int, share: float
 ) -> None:
     made = machine_here(hardware_files.cluster_here(), num_ranks)
-    assert made.kernels == TimedKernels(processes, threads)
+    assert made.kernels == MeasuredKernels(TimedKernels(processes, threads))
     assert made.ranks_per_processor == share
 
 
@@ -50,7 +51,7 @@ def test_ranks_take_turns_where_processors_are_few(
 def test_one_thread_each_leaves_processors_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     made = machine_here(hardware_files.cluster_here(), 2)
-    assert (made.kernels, made.ranks_per_processor) == (TimedKernels(2, 1), 1.0)
+    assert (made.kernels, made.ranks_per_processor) == (MeasuredKernels(TimedKernels(2, 1)), 1.0)
 
 
 @pytest.mark.usefixtures("calibrated")

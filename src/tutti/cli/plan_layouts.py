@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from tutti.planning.layout_plan import PlanAnswer, PlanQuestion
 
 
-# Of the seconds of compute; less is bound by launches or by memory.
-_LITTLE_ARITHMETIC = 0.1
-
-
 def plan(
     script: Annotated[Script, SCRIPT],
     script_args: ScriptArguments = None,
@@ -227,20 +223,18 @@ def about_figures(made: PlanAnswer) -> list[str]:
 
 
 def _of_the_first(made: PlanAnswer) -> list[str]:
-    """What `compute` means where arithmetic is little of it."""
-    from tutti.planner.estimates.graph_clock import COMPUTE
-    from tutti.report.plan_table import StepScale
+    """What the kernels of the first layout wait for."""
+    from tutti.costs.kernel_seconds import ARITHMETIC, LAUNCHES, MEMORY
 
-    one = made.ranking.rows[0].estimate
-    scale = StepScale(made.rows, made.tokens, made.flops, made.peaks)
-    if one.bound_by != COMPUTE:
+    limits = made.ranking.rows[0].estimate.limits
+    whole = sum(limits.values())
+    if not whole:
         return []
-    share = scale.utilization(one) * one.seconds / one.kinds[COMPUTE]
-    if share > _LITTLE_ARITHMETIC:
-        return []
+    shares = {limit: limits.get(limit, 0.0) / whole for limit in (ARITHMETIC, MEMORY, LAUNCHES)}
     return [
-        f"Compute is the time of all kernels. In the first layout arithmetic at the peak takes {share:.1%} "
-        "of it; the rest are launches, bytes of memory, and kernels that do not reach the peak."
+        f"Of the first layout's compute, {shares[ARITHMETIC]:.0%} is in kernels that arithmetic bounds, "
+        f"{shares[MEMORY]:.0%} in those that bytes of memory bound, and {shares[LAUNCHES]:.0%} in those "
+        "whose launch takes longer than their work."
     ]
 
 

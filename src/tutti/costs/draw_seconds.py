@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from tutti.costs.kernel_seconds import LAUNCHES, MEMORY
 from tutti.graph.analysis.draws import is_draw
 from tutti.graph.randomness.draw import drawn
 from tutti.graph.randomness.random import RandomBlock
@@ -22,8 +23,10 @@ from tutti.torch_private.dispatch_modes import TorchDispatchMode
 from tutti.torch_private.pytrees import tree_leaves
 
 
-def draw_seconds(graph: fx.Graph, device: Device, *, eager: bool = True) -> dict[fx.Node, float]:
-    """Seconds of each draw of a graph.
+def draw_seconds(
+    graph: fx.Graph, device: Device, *, eager: bool = True
+) -> dict[fx.Node, tuple[float, str]]:
+    """Seconds of each draw of a graph, and what most of them are for: launches or memory.
 
     Args:
         graph: a captured or partitioned program with fake values.
@@ -32,11 +35,12 @@ def draw_seconds(graph: fx.Graph, device: Device, *, eager: bool = True) -> dict
     """
     rate = device.bandwidth.value * device.memory_efficiency.value
     least = device.host_seconds.value if eager else 0.0
-    found: dict[fx.Node, float] = {}
+    found: dict[fx.Node, tuple[float, str]] = {}
     for node in graph.nodes:
         if is_draw(node):
-            moved = _moved_by(node)
-            found[node] = sum(max(least, device.kernel_seconds.value + n / rate) for n in moved)
+            moving = [nbytes / rate for nbytes in _moved_by(node)]
+            seconds = sum(max(least, device.kernel_seconds.value + x) for x in moving)
+            found[node] = seconds, MEMORY if 2 * sum(moving) > seconds else LAUNCHES
     return found
 
 

@@ -60,7 +60,7 @@ class StepPrices:
         device, topology = self.cluster.device, self.cluster.topology
         groups = self._groups
         found = {k.nodes[-1]: self._kernel(k) for k in kernels_of(graph, fused=False)}
-        found |= draw_seconds(graph, device)
+        found |= {node: seconds for node, (seconds, _) in draw_seconds(graph, device).items()}
         for node in graph.nodes:
             call = collective_call(node)
             if call is not None and groups[call.axes].size > 1:

@@ -13,7 +13,7 @@ import torch
 from tutti.graph.ops.matmul import is_faster
 from tutti.hardware.cluster import Cluster
 from tutti.hardware.figures import Figure
-from tutti.planner.estimates.priced_machine import PricedMachine
+from tutti.planner.estimates.priced_machine import MeasuredKernels, PricedMachine
 from tutti.planning.hardware_files import NAME, cluster_of
 from tutti.planning.kernel_times import KernelTimes
 from tutti.planning.layout_plan import PlanQuestion
@@ -102,7 +102,7 @@ def machine_here(
     call = cluster.device.call_seconds
     return PricedMachine(
         cluster,
-        kernels,
+        MeasuredKernels(kernels),
         launch_seconds=0.0,
         call_seconds=call.value if call else 0.0,
         ranks_per_processor=share,
@@ -110,7 +110,7 @@ def machine_here(
         value_start=start,
         shares_memory=True,
         onednn=is_faster(),
-        settled=kernels.settled,
+        settled=MeasuredKernels(kernels.settled),
         pace=kernels.times.factor,
     )
 

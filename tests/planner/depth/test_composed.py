@@ -18,6 +18,7 @@ from tutti.job import Job
 from tutti.layout import Layout
 from tutti.planner.depth.composed import composed
 from tutti.planner.depth.step_pieces import Blocks, Piece
+from tutti.planner.estimates.graph_clock import COMPUTE
 from tutti.planner.estimates.layout_estimate import estimate
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planning.candidate_programs import CandidatePrograms
@@ -452,3 +453,27 @@ def test_operations_of_two_kinds_of_layers_are_counted_apart() -> None:
     assert deep._is_composed
     assert not whole._is_composed
     assert deep.flops() == pytest.approx(whole.flops(), rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["data=8", "data=8 zero=3", "data=4 tensor=2 remat=full"])
+def test_compute_is_for_arithmetic_memory_and_launches_as_in_the_whole_program(
+    estimates: StepEstimates, whole: CandidatePrograms, layout: str
+) -> None:
+    parsed = Layout.parse(layout)
+    machine = estimates.machine(parsed)
+    made, expected = estimates.refined(parsed), estimate(whole.program(parsed), machine)
+    assert made.bound_by == expected.bound_by
+    for one in (made, expected):
+        assert sum(one.limits.values()) == pytest.approx(one.kinds[COMPUTE], rel=1e-6)
+    for limit, seconds in expected.limits.items():
+        share = seconds / expected.kinds[COMPUTE]
+        assert made.limits[limit] / made.kinds[COMPUTE] == pytest.approx(share, abs=0.03)
+
+
+def test_a_small_model_is_bound_by_launches() -> None:
+    model = Deep(DEPTH, width=32)
+    job = Job.of(train_step, model, torch.optim.AdamW(model.parameters()), Layout())
+    batch = (torch.zeros(ROWS, 16, dtype=torch.long),)
+    machine = PricedMachine.of(Cluster.parse("1 x h100"))
+    made = StepEstimates(job, batch, lambda _: machine, num_layouts=100_000)
+    assert made.refined(Layout()).bound_by == "launches"

@@ -21,7 +21,7 @@ from tutti.passes.pass_table import optimized
 from tutti.passes.target import Target
 from tutti.planner.estimates.graph_clock import COLLECTIVES, COMPUTE, IDLE, SHARED, kinds_of
 from tutti.planner.estimates.layout_estimate import Estimate, estimate, flops_of_nodes
-from tutti.planner.estimates.priced_machine import PricedMachine
+from tutti.planner.estimates.priced_machine import PricedKernels, PricedMachine
 from tutti.planner.memory import predict
 from tutti.planning.candidate_programs import CandidatePrograms
 
@@ -50,8 +50,8 @@ def _name(node: Any) -> str:
 def second_a_matmul(devices: str) -> PricedMachine:
     """Each matmul takes a second, and no other kernel takes time."""
 
-    def kernels(graph: Any) -> dict[Any, float]:
-        return {n: 1.0 for n in graph.nodes if re.match("mm|addmm|linear", _name(n))}
+    def kernels(graph: Any) -> PricedKernels:
+        return PricedKernels({n: 1.0 for n in graph.nodes if re.match("mm|addmm|linear", _name(n))})
 
     return PricedMachine(Cluster.parse(devices), kernels, launch_seconds=0.0)
 

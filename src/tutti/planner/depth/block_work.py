@@ -44,7 +44,7 @@ from tutti.planner.depth.module_units import ModuleUnits
 from tutti.planner.depth.repeated_layers import ShortUnits
 from tutti.planner.depth.step_pieces import MODEL_AXES, Blocks, Layers, Piece, TiedWeight
 from tutti.planner.depth.unit_parts import UnitParts
-from tutti.planner.estimates.priced_machine import PricedMachine
+from tutti.planner.estimates.priced_machine import PricedKernels, PricedMachine
 
 # Passes that join ops of several layers, which would belong to no piece.
 _JOINS = ("foreach", "bucket", "early_update", "fused_update", "overlap")
@@ -166,8 +166,12 @@ class _BlockReader:
             self._add(node, "inputs", seconds)
 
     @cached_property
-    def _kernels(self) -> Mapping[fx.Node, float]:
+    def _priced(self) -> PricedKernels:
         return self.machine.kernels(self.graph)
+
+    @property
+    def _kernels(self) -> Mapping[fx.Node, float]:
+        return self._priced.seconds
 
     @property
     def _memory_rate(self) -> float:
@@ -175,11 +179,13 @@ class _BlockReader:
         return device.bandwidth.value * device.memory_efficiency.value
 
     def _times(self) -> None:
-        kernels, memory = self._kernels, self._memory_rate
+        (kernels, limits), memory = self._priced, self._memory_rate
         for node in self.graph.nodes:
             region = node.meta.get("region")
             if node in kernels and region in ("forward", "backward"):
                 self._spend(node, region, kernels[node])
+                if node in limits:
+                    self._add(node, limits[node], kernels[node])
                 if region == "forward" and node not in self._of_batch:
                     self._add(node, "casting", kernels[node])
             elif node in kernels and region == "update":

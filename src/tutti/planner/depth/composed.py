@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import cached_property, lru_cache
 
+from tutti.costs.kernel_seconds import MEMORY
 from tutti.errors import LayoutError
 from tutti.layout import Layout
 from tutti.layout.budget import Budget
@@ -111,6 +112,7 @@ class _Composition:
         else:  # all work must find room on the processors
             shared = max(alone, share * (alone if self.pipe == 1 else self._busy(late)))
         kinds[SHARED] += shared - alone  # type: ignore[assignment]
+        limits = self._limits(busiest, computing, update)
         memory = StagedMemory(self.staged, timeline)
         return Estimate(
             layout=self.layout,
@@ -120,7 +122,17 @@ class _Composition:
             nbytes=most_sent(self.staged),
             peak_nbytes=int(max(map(memory.peak, range(self.pipe)))),
             timeline=timeline,
+            limits=kinds_of(limits),
         )
+
+    def _limits(self, busiest: Piece, computing: float, update: float) -> dict[str, float]:
+        """Seconds of compute by what they are for. A second forward is like the first; an update is for
+        memory."""
+        known = sum(busiest.limits.values())
+        if not known:
+            return {}
+        found = {limit: computing * x / known for limit, x in busiest.limits.items()}
+        return found | {MEMORY: found[MEMORY] + update}
 
     def _busy(self, late: list[float]) -> float:
         """Seconds that a rank of the pipeline works, in the mean; `late`: of the sums of each rank."""

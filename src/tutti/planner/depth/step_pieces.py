@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
+from tutti.costs.kernel_seconds import ARITHMETIC, LAUNCHES, MEMORY
 from tutti.passes.bucket import LARGE_BUCKET_NBYTES
 from tutti.planner.depth.dropped_values import Drop
 
@@ -24,7 +25,8 @@ class Piece:
     """What one piece needs of a rank, under `zero=0`.
 
     forward, backward: seconds of a micro-batch, collectives over the model's axes included; `exchange` is
-    their part of collectives, `ahead` that of the forward. casting: seconds of the forward on weights alone.
+    their part of collectives, `ahead` that of the forward. arithmetic, memory, launches: what the seconds of
+    kernels are for, as `limits` of an `Estimate`. casting: seconds of the forward on weights alone.
     adding: seconds to add gradients to the sums of earlier micro-batches. update: seconds.
     kept: bytes of a micro-batch from forward to backward. delayed: those that gradients of weights read.
     cast: bytes of weights in the dtype of the forward, for all micro-batches. parameters, slots: bytes of
@@ -44,6 +46,9 @@ class Piece:
     backward: float = 0.0
     exchange: float = 0.0
     ahead: float = 0.0
+    arithmetic: float = 0.0
+    memory: float = 0.0
+    launches: float = 0.0
     casting: float = 0.0
     adding: float = 0.0
     update: float = 0.0
@@ -73,6 +78,11 @@ class Piece:
     def __add__(self, other: Piece) -> Piece:
         """Both; they do not work at the same time."""
         return total((self, other))
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Seconds of kernels by what they are for; nothing if that is not known."""
+        return {limit: getattr(self, limit) for limit in (ARITHMETIC, MEMORY, LAUNCHES)}
 
     def times(self, factor: float) -> Piece:
         """Each number times `factor`."""

@@ -21,12 +21,13 @@ from torch import fx
 
 from tutti.costs.collective_seconds import collective_seconds, sent_nbytes
 from tutti.costs.graph_seconds import CollectiveCall, collective_call
+from tutti.costs.kernel_seconds import LAUNCHES
 from tutti.costs.rank_groups import RankGroups
 from tutti.graph.edits.edit import source_of
 from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import REDUCE, Body, LoopPart, loop
 from tutti.graph.text import op_name
-from tutti.planner.estimates.priced_machine import PricedMachine
+from tutti.planner.estimates.priced_machine import PricedKernels, PricedMachine
 
 # Of compute beside communication, measured on A100s: Galvatron-2's profile.
 OVERLAP_SLOWDOWN = 1.126
@@ -79,6 +80,7 @@ class TraceEvent:
 class Playback:
     """What a graph takes: `seconds` in all and by kind, and bytes by link.
 
+    limits: seconds of compute by what they are for, where that is known.
     hidden_seconds: of collectives beside kernels. nbytes: sent by each rank, `inside` its host and `between`.
     events: in order, if the clock records them. open_seconds: of collectives that another graph ends, behind
     the end of this one.
@@ -86,6 +88,7 @@ class Playback:
 
     seconds: float = 0.0
     kinds: Counter[str] = field(default_factory=Counter)
+    limits: Counter[str] = field(default_factory=Counter)
     hidden_seconds: float = 0.0
     nbytes: Counter[str] = field(default_factory=Counter)
     events: list[TraceEvent] = field(default_factory=list)
@@ -97,6 +100,7 @@ class Playback:
         self.seconds += other.seconds
         self.hidden_seconds += other.hidden_seconds
         self.kinds.update(other.kinds)
+        self.limits.update(other.limits)
         self.nbytes.update(other.nbytes)
 
 
@@ -111,7 +115,7 @@ class GraphClock:
 
     def play(self, graph: fx.Graph) -> tuple[Playback, Playback, Playback]:
         """The parts of a graph before, in and after its main loop; without a loop all of it is before."""
-        seconds = self.machine.kernels(graph)
+        priced = self.machine.kernels(graph)
         parts = [Playback(), Playback(), Playback()]
         main, at, streams = main_loop(graph), 0, _Streams(self)
         for node in graph.nodes:
@@ -122,7 +126,7 @@ class GraphClock:
                 parts[at].add(self.in_loop(body_of(node)))
                 at = 2 if node is main else at
             else:
-                streams.play(node, seconds)
+                streams.play(node, priced)
         parts[at].add(streams.ended())
         return parts[0], parts[1], parts[2]
 
@@ -178,9 +182,9 @@ class _Streams:
         self.free: defaultdict[str, float] = defaultdict(float)
         self.ends: dict[fx.Node, float] = {}
 
-    def play(self, node: fx.Node, seconds: Mapping[fx.Node, float]) -> None:
-        if node in seconds:
-            self._compute(node, seconds[node])
+    def play(self, node: fx.Node, priced: PricedKernels) -> None:
+        if node in priced.seconds:
+            self._compute(node, priced.seconds[node], priced.limits.get(node))
         elif node.target is collectives.finish:
             # One that began before a loop has ended with the streams before it.
             self._wait(self.ends.get(node.args[0], 0.0), COLLECTIVES)  # type: ignore[arg-type]
@@ -213,7 +217,7 @@ class _Streams:
             event = TraceEvent(name, stream, start, end - start, source_of(node), region, **shown)
             self.total.events.append(event)
 
-    def _compute(self, node: fx.Node, seconds: float) -> None:
+    def _compute(self, node: fx.Node, seconds: float, limit: str | None) -> None:
         begin, busy = self.now, max(self.free.values(), default=0.0) - self.now
         if busy > 0:
             beside = min(seconds * OVERLAP_SLOWDOWN, busy)
@@ -221,6 +225,8 @@ class _Streams:
             self.total.hidden_seconds += beside
         self.now += seconds
         self.total.kinds[COMPUTE] += seconds  # type: ignore[assignment]
+        if limit is not None:
+            self.total.limits[limit] += seconds  # type: ignore[assignment]
         self._note(node, op_name(node), "device", begin, self.now)
 
     def _wait(self, until: float, kind: str) -> None:
@@ -240,6 +246,7 @@ class _Streams:
         host = self.owner.machine.launch_seconds
         self.now += host
         self.total.kinds[COMPUTE] += host  # type: ignore[assignment]
+        self.total.limits[LAUNCHES] += host  # type: ignore[assignment]
         begin = max(self.now, self.free[link])
         end = begin + self.owner.seconds_of(call)
         self.free[link] = end
@@ -267,12 +274,13 @@ def _more(before: Playback, last: Playback) -> Playback:
     Its events are those of `last` as a whole, which begins with `before`: collectives begin beside that part.
     """
     return Playback(
-        max(0.0, last.seconds - before.seconds),
-        last.kinds - before.kinds,
-        max(0.0, last.hidden_seconds - before.hidden_seconds),
-        last.nbytes - before.nbytes,
-        [event.later(-before.seconds) for event in last.events],
-        last.open_seconds,
+        seconds=max(0.0, last.seconds - before.seconds),
+        kinds=last.kinds - before.kinds,
+        limits=last.limits - before.limits,
+        hidden_seconds=max(0.0, last.hidden_seconds - before.hidden_seconds),
+        nbytes=last.nbytes - before.nbytes,
+        events=[event.later(-before.seconds) for event in last.events],
+        open_seconds=last.open_seconds,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from tutti.costs.kernel_seconds import ARITHMETIC, LAUNCHES
 from tutti.costs.rank_groups import RankGroups
 from tutti.graph.analysis.cost import flops_of, model_flops_of, rates_for
 from tutti.graph.ops.loop import REDUCE, Body
@@ -55,6 +56,7 @@ class Estimate:
 
     seconds: of a step. kinds: of the busiest rank, seconds by kind: compute, collectives, messages (those for
     which the ranks of a pipeline wait), idle.
+    limits: seconds of compute by what they are for: arithmetic, memory, launches; empty if it is not known.
     hidden_seconds: of collectives beside compute. nbytes: sent by a rank, by link (`inside`, `between`).
     peak_nbytes: of the rank that holds most. memory: its kinds, if the whole program was at hand.
     timeline: of a pipeline.
@@ -68,11 +70,14 @@ class Estimate:
     peak_nbytes: int
     memory: PeakMemory | None = None
     timeline: Timeline | None = None
+    limits: dict[str, float] = field(default_factory=dict)
 
     @property
     def bound_by(self) -> str:
-        """The kind with the most seconds."""
-        return max(self.kinds, key=lambda kind: self.kinds[kind]) if self.kinds else COMPUTE
+        """The kind with the most seconds; of compute `memory` or `launches`, if most of it is for these."""
+        kind = max(self.kinds, key=self.kinds.__getitem__, default=COMPUTE)
+        limit = max(self.limits, key=self.limits.__getitem__, default=ARITHMETIC)
+        return kind if kind != COMPUTE or limit == ARITHMETIC else limit
 
     def slower(self, factor: float) -> Estimate:
         """The same on devices and links that all take `factor` times as long."""
@@ -80,6 +85,7 @@ class Estimate:
             self,
             seconds=factor * self.seconds,
             kinds={kind: factor * x for kind, x in self.kinds.items()},
+            limits={limit: factor * x for limit, x in self.limits.items()},
             hidden_seconds=factor * self.hidden_seconds,
             timeline=self.timeline and self.timeline.slower(factor),
         )
@@ -197,6 +203,8 @@ class _ProgramEstimate:
         call = self.machine.call_seconds
         seconds = shared + self._share * call
         played.kinds[COMPUTE] += call  # type: ignore[assignment]
+        if played.limits:
+            played.limits[LAUNCHES] += call  # type: ignore[assignment]
         played.kinds[SHARED] += seconds - played.seconds - call  # type: ignore[assignment]
         return Estimate(
             layout=self.layout,
@@ -207,6 +215,7 @@ class _ProgramEstimate:
             peak_nbytes=memory.peak_nbytes,
             memory=memory,
             timeline=timeline,
+            limits=kinds_of(played.limits),
         )
 
     def _pipeline(self, made: Timed, graphs: list[fx.Graph], memory: PeakMemory) -> Estimate:

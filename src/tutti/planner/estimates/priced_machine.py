@@ -4,37 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 from torch import fx
 
 from tutti.costs.collective_seconds import message_seconds
 from tutti.costs.draw_seconds import draw_seconds
-from tutti.costs.kernel_seconds import kernel_seconds
+from tutti.costs.kernel_seconds import limited_seconds
 from tutti.costs.kernels import kernels_of
 from tutti.hardware.cluster import Cluster
 from tutti.hardware.topology import Topology
 
-# Seconds of the kernels of a graph, each at the node that ends it.
-KernelSeconds = Callable[[fx.Graph], Mapping[fx.Node, float]]
+
+class PricedKernels(NamedTuple):
+    """The kernels of a graph, each at the node that ends it.
+
+    seconds: of each. limits: what these seconds are for, if that is known (`costs/kernel_seconds.py`).
+    """
+
+    seconds: Mapping[fx.Node, float]
+    limits: Mapping[fx.Node, str] = MappingProxyType({})
+
+
+PriceKernels = Callable[[fx.Graph], PricedKernels]
+
+
+@dataclass(frozen=True)
+class MeasuredKernels:
+    """Prices kernels by their `seconds` on a clock, which do not tell arithmetic from memory."""
+
+    seconds: Callable[[fx.Graph], Mapping[fx.Node, float]]
+
+    def __call__(self, graph: fx.Graph) -> PricedKernels:
+        return PricedKernels(self.seconds(graph))
 
 
 @dataclass(frozen=True)
 class PricedMachine:
     """`cluster`, and the way to price its kernels.
 
-    kernels: the seconds of each kernel of a final graph, by its last node.
+    kernels: prices the kernels of a final graph.
     launch_seconds: of the host, for each collective. call_seconds: of a call of the step, beside its ops.
     ranks_per_processor: ranks that compute in turns on one; more than 1 on a machine with too few of them.
     message_start: seconds before the first byte of a message, beside the link's own.
     value_start: of ranks that share memory, seconds to begin the copy of a value into it, or out of it.
     shares_memory: ranks of one host exchange through shared memory, so the passes write that program.
     onednn: matmuls run by oneDNN's kernels.
-    settled: the seconds of kernels once more, when all graphs that are compared have been timed.
+    settled: prices kernels once more, when all graphs that are compared have been timed.
     pace: how many times as long as estimated a step takes at the processor's speed, after all estimates.
     """
 
     cluster: Cluster
-    kernels: KernelSeconds
+    kernels: PriceKernels
     launch_seconds: float
     call_seconds: float = 0.0
     ranks_per_processor: float = 1.0
@@ -42,7 +64,7 @@ class PricedMachine:
     value_start: float = 0.0
     shares_memory: bool = False
     onednn: bool = False
-    settled: KernelSeconds | None = None
+    settled: PriceKernels | None = None
     pace: Callable[[], float] | None = None
 
     @property
@@ -67,8 +89,9 @@ class PricedMachine:
     def slower(self, factor: float) -> PricedMachine:
         """The same with kernels that take `factor` times as long."""
 
-        def kernels(graph: fx.Graph) -> dict[fx.Node, float]:
-            return {node: factor * seconds for node, seconds in self.kernels(graph).items()}
+        def kernels(graph: fx.Graph) -> PricedKernels:
+            seconds, limits = self.kernels(graph)
+            return PricedKernels({node: factor * x for node, x in seconds.items()}, limits)
 
         return replace(self, kernels=kernels)
 
@@ -83,12 +106,14 @@ class PricedMachine:
         """
         device = cluster.device
 
-        def kernels(graph: fx.Graph) -> dict[fx.Node, float]:
+        def kernels(graph: fx.Graph) -> PricedKernels:
             found = {
-                kernel.nodes[-1]: kernel_seconds(kernel, device, eager=eager)
+                kernel.nodes[-1]: limited_seconds(kernel, device, eager=eager)
                 for kernel in kernels_of(graph, fused=not eager)
             }
-            return found | (draw_seconds(graph, device, eager=eager) if draws else {})
+            found |= draw_seconds(graph, device, eager=eager) if draws else {}
+            limits = {node: limit for node, (_, limit) in found.items()}
+            return PricedKernels({node: seconds for node, (seconds, _) in found.items()}, limits)
 
         launch = device.host_seconds.value if eager else 0.0
         call = device.call_seconds.value if device.call_seconds else 0.0
