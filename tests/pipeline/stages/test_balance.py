@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from tutti.pipeline.schedule.schedules import schedule
-from tutti.pipeline.stages.balance import balanced, micro_batch_seconds
+from tutti.pipeline.stages.balance import balanced, division_cost, micro_batch_seconds
 from tutti.planner.simulator import simulate
 
 
@@ -51,6 +51,35 @@ def test_pieces_beside_a_long_one_are_shared_evenly() -> None:
     assert balanced([6.0] + [1.0] * 6, [0.1] * 6, 3) == [0, 1, 1, 1, 2, 2, 2]
 
 
+def test_pieces_beside_a_long_one_are_cut_where_messages_are_short() -> None:
+    """An even cut would save no time, and send four times the bytes."""
+    assert balanced([1.0] * 6 + [6.0], [0.01, 0.04] * 3, 3) == [0, 0, 0, 1, 1, 1, 2]
+    assert balanced([1.0] * 6 + [6.0], [0.04, 0.04, 0.04, 0.01, 0.04, 0.04], 3) == [
+        0,
+        0,
+        0,
+        0,
+        1,
+        1,
+        2,
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_division_costs_much_less(seed: int) -> None:
+    source = random.Random(seed)
+    number = source.randint(3, 9)
+    times = [source.uniform(0.5, 1.0) for _ in range(number)]
+    times[source.randrange(number)] = source.uniform(1.0, 4.0)
+    moving = [source.choice([0.0, 0.01, 0.1]) for _ in range(number - 1)]
+    for count in range(2, number + 1):
+        stages = balanced(times, moving, count)
+        own = tuple(i for i, (a, b) in enumerate(pairwise(stages), 1) if a < b)
+        ways = combinations(range(1, number), count - 1)
+        best = min(cost(times, moving, cuts) for cuts in ways)
+        assert cost(times, moving, own) <= best * (1 + 2e-3)
+
+
 def test_no_stage_is_without_work() -> None:
     assert balanced([0.0, 1.0, 1.0, 0.0], [0.0, 9.0, 0.0], 2) == [0, 0, 1, 1]
     assert balanced([0.0, 0.0, 1.0], [0.0, 0.0], 3) == [0, 1, 2]
@@ -78,6 +107,13 @@ def test_a_long_1f1b_takes_these_seconds_a_micro_batch(seed: int) -> None:
 def squares(times: list[float], cuts: list[int] | tuple[int, ...]) -> float:
     """The sum of the squares of stages' seconds."""
     return sum(sum(times[a:b]) ** 2 for a, b in pairwise([0, *cuts, len(times)]))
+
+
+def cost(times: list[float], moving: list[float], cuts: tuple[int, ...]) -> float:
+    """Of stages that begin at 0 and at each cut."""
+    bounds = [0, *cuts, len(times)]
+    stages = [sum(times[a:b]) for a, b in pairwise(bounds)]
+    return division_cost(stages, [moving[b - 1] for b in bounds[1:-1]])
 
 
 def seconds(times: list[float], moving: list[float], cuts: list[int] | tuple[int, ...]) -> float:

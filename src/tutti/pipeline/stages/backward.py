@@ -155,9 +155,20 @@ class Backward:
         return [u for u in node.users if u in self.backward and u not in ends]
 
     def _reads_forward(self, node: fx.Node) -> bool:
-        """Whether it reads values of the forward or of state: a sum of gradients does not."""
+        """Whether it reads values of the forward or of state, or what is made of these alone, such as a
+        transpose: a sum of gradients does not."""
         row = self._every_row[node]
-        return bool(row.saved or row.states)
+        return bool(row.saved or row.states) or any(x in self._of_forward for x in row.gradients)
+
+    @cached_property
+    def _of_forward(self) -> set[fx.Node]:
+        """The nodes of the backward that read no gradient."""
+        found: set[fx.Node] = set()
+        for node, row in self._every_row.items():
+            reads = row.saved or row.states or row.gradients
+            if reads and row.original is None and found.issuperset(row.gradients):
+                found.add(node)
+        return found
 
     def _reads_one_gradient(self, node: fx.Node) -> bool:
         """Whether that is all that it reads, and its result is one tensor of its own."""

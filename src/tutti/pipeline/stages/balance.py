@@ -8,7 +8,8 @@ stages, stage s has S - s micro-batches under way, and each comes back after all
 So a message delays each micro-batch by about its time there and back, shared by the stages before it.
 
 Where one stage is the longest anyway, such as one with the logits, many divisions of the others take as long.
-Among these even stages are best: an uneven one holds more weights and activations than need be.
+Among these few seconds of messages are best, for which the first micro-batch of a step waits; then even
+stages: an uneven one holds more weights and activations than need be.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import numpy as np
 _CLOSE = 1e-6  # the relative distance from the best division at which the search ends
 # The share of the seconds that stages as uneven as one with all work beside an empty one are worth.
 _UNEVEN = 3e-3
+# The share of the seconds of all messages that a micro-batch is worth: the first of about 16 waits for them.
+_FIRST = 1 / 16
 # Divisions slower by this are looked at for even stages, too.
 _SLOWER = 1e-3
 
@@ -39,16 +42,18 @@ def micro_batch_seconds(stages: Sequence[float], moving: Sequence[float]) -> flo
 
 
 def division_cost(stages: Sequence[float], moving: Sequence[float]) -> float:
-    """The seconds of a micro-batch, and a little more for uneven stages; arguments as above."""
+    """The seconds of a micro-batch, and a little more for messages and uneven stages; arguments as above."""
     total = sum(stages)
     squares = len(stages) * sum(x * x for x in stages) / total**2 if total else 1.0
-    return micro_batch_seconds(stages, moving) * (1 + _UNEVEN * (squares - 1))
+    seconds = micro_batch_seconds(stages, moving)
+    return seconds * (1 + _UNEVEN * (squares - 1)) + _FIRST * sum(moving)
 
 
 def balanced(times: Sequence[float], moving: Sequence[float], count: int) -> list[int]:
     """The stage of each piece; no stage is empty, nor without work if that is possible.
 
-    The seconds of a micro-batch are least, but for a thousandth where that makes stages more even.
+    The seconds of a micro-batch are least, but for a thousandth where that saves messages or makes stages
+    more even.
 
     Args:
         times: seconds of each piece, at least as many as stages.
@@ -98,7 +103,7 @@ class _Division:
 
     def within(self, limit: float, *, even: bool = False) -> list[int] | None:
         """Stages with the fewest seconds of messages such that a micro-batch takes at most `limit`; with
-        `even` those with the least sum of squares.
+        `even` those with the least `division_cost`.
 
         From the last stage to the first, if a piece begins the stage at hand: `least` is what counts of it
         and of later stages, and `sent` are the seconds of messages behind it. With `even` fewer messages
@@ -108,7 +113,9 @@ class _Division:
         rest = before[-1] - before[:-1]
         slack = limit * (1 + 1e-12)
         sent = np.where((rest <= slack) & self._has_work(rest), 0.0, np.inf)
-        least = sent + rest**2 if even else sent
+        # What the square of a stage's seconds adds to the cost.
+        scale = limit * _UNEVEN * self.count / max(float(before[-1]) ** 2, 1e-300)
+        least = sent + scale * rest**2 if even else sent
         last = np.searchsorted(before, before[:-1] + slack, side="right") - 1
         width = int(np.max(last - np.arange(number)))
         if width < 1:
@@ -119,7 +126,8 @@ class _Division:
         following = np.minimum(following, number - 1)
         seconds = before[following] - before[:-1, None]
         fits &= self._has_work(seconds)
-        added = seconds**2 if even else self.moving[following]
+        moving = self.moving[following]
+        added = scale * seconds**2 + _FIRST * moving if even else moving
         chosen: list[np.ndarray] = []
         for num in range(2, self.count + 1):
             ways = np.where(fits, least[following] + added, np.inf)
