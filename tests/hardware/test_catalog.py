@@ -226,6 +226,21 @@ def test_a_dtype_without_a_peak_takes_that_of_float32() -> None:
         catalog.device("tpu-v5p").peak_of(torch.complex64)
 
 
+def test_float64_never_takes_the_peak_of_float32(tmp_path: Path) -> None:
+    """A consumer's GPU computes it at a 64th of that rate."""
+    assert catalog.device("rtx-4090").peak_of(torch.float64) == pytest.approx(
+        82.6e12 / 64, rel=0.01
+    )
+    assert catalog.device("rtx-5090").peak_of(torch.complex128) == pytest.approx(
+        104.8e12 / 64, rel=0.01
+    )
+    lines = (FOLDER / "devices" / "h100.toml").read_text().splitlines()
+    path = tmp_path / "mine.toml"
+    path.write_text("\n".join(line for line in lines if not line.startswith("float64")))
+    with pytest.raises(PlanError, match=r"no peak of torch\.float64(.|\n)*a line float64 ="):
+        catalog.device(str(path)).peak_of(torch.float64)
+
+
 def test_a_file_without_bfloat16_says_so(tmp_path: Path) -> None:
     text = (FOLDER / "devices" / "h100.toml").read_text()
     lines = [x for x in text.splitlines() if not x.startswith(("bfloat16", "tf32"))]

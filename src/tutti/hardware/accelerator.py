@@ -14,8 +14,8 @@ from tutti.hardware.figures import RATE, SECONDS, SHARE, Bounds, Figure, FigureT
 
 # Names of dtypes in the files; fp8 stands for both formats.
 DTYPES = {
-    "float64": (torch.float64,),
-    "float32": (torch.float32,),
+    "float64": (torch.float64, torch.complex128),
+    "float32": (torch.float32, torch.complex64),
     "tf32": (),
     "float16": (torch.float16,),
     "bfloat16": (torch.bfloat16,),
@@ -80,16 +80,17 @@ class Device:
     topology: str
 
     def peak_of(self, dtype: torch.dtype) -> float:
-        """Dense FLOP/s of matmuls in a dtype; that of float32 where the file has none.
+        """Dense FLOP/s of matmuls in a dtype; that of float32 where the file has none of a narrower one.
 
         Raises:
-            PlanError: the file has no peak of this dtype, and none of float32.
+            PlanError: the file has no peak of this dtype, and float32 cannot stand for it.
         """
         names = [name for name, dtypes in DTYPES.items() if dtype in dtypes]
-        for name in (*names, "float32"):
+        for name in names if names == ["float64"] else (*names, "float32"):
             if name in self.peak:
                 return self.peak[name].value
-        raise PlanError(f"{self.name} has no peak of {dtype}", fix="a line in [peak] of its file")
+        line = f"a line {names[0]} = ..." if names else "a line float32 = ..."
+        raise PlanError(f"{self.name} has no peak of {dtype}", fix=f"{line} in [peak] of its file")
 
 
 def device_of(values: Mapping[str, Any], path: Path) -> Device:
