@@ -83,6 +83,7 @@ def test_the_table_has_all_columns(script: Path) -> None:
     for word in ("layout", "step", "samples/s", "MFU", "peak memory", "bound by"):
         assert word in head
     assert "times as fast as" in result.stdout
+    assert re.search(r"\n  compute .*\n    launches +[\d.]+ us", result.stdout), result.stdout
     assert "more that fit" in result.stdout
 
 

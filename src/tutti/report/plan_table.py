@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tutti.planner.estimates.graph_clock import COMPUTE
 from tutti.planner.estimates.layout_estimate import Estimate
 from tutti.planner.search.ranking import RankedLayout, Ranking
 from tutti.quantities import format_nbytes, format_seconds
@@ -141,10 +142,14 @@ def compared(first: RankedLayout, second: RankedLayout) -> str:
     names = name_of(first.layout), name_of(second.layout)
     kinds = list(dict.fromkeys((*one.kinds, *other.kinds)))
     rows = [("step", *map(format_seconds, (one.seconds, other.seconds)))]
-    rows += [
-        (f"  {kind}", *(format_seconds(x.kinds.get(kind, 0.0)) for x in (one, other)))
-        for kind in kinds
-    ]
+    for kind in kinds:
+        rows.append((f"  {kind}", *(format_seconds(x.kinds.get(kind, 0.0)) for x in (one, other))))
+        if kind == COMPUTE:
+            limits = list(dict.fromkeys((*one.limits, *other.limits)))
+            rows += [
+                (f"    {limit}", *(format_seconds(x.limits.get(limit, 0.0)) for x in (one, other)))
+                for limit in limits
+            ]
     rows.append(
         ("  collectives beside compute", *(format_seconds(x.hidden_seconds) for x in (one, other)))
     )
