@@ -264,6 +264,17 @@ def test_two_layers_that_stand_for_eight_count_as_eight(keeps_all: bool) -> None
     assert counted(short) == counted(whole)
 
 
+def test_weights_that_stand_for_many_cost_as_many() -> None:
+    """Sums of gradients and the update, which splits of the weights make shorter; and the state's bytes."""
+    short, whole = newly_captured(2), deep(8)
+    mark_depth(short, lambda name: 7 if name.startswith("2.") or name == "2" else 1)
+    layout = Layout.parse("data=16 tensor=2")
+    one, other = find_place(short, layout), find_place(whole, layout)
+    assert one.words == other.words
+    for what in ("seconds", "whole_seconds", "sent_nbytes", "memory_nbytes"):
+        assert getattr(one, what) == pytest.approx(getattr(other, what), rel=1e-3), what
+
+
 def test_members_stand_for_every_parameter() -> None:
     many = deep(8)
     members = [m for names in reduced(many).members.values() for m in names]

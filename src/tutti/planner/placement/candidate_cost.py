@@ -18,6 +18,7 @@ from tutti.costs.graph_seconds import CollectiveCall
 from tutti.layout import Layout, Sharding
 from tutti.planner.estimates.graph_clock import OVERLAP_SLOWDOWN
 from tutti.planner.placement.counted_programs import NO_NODE, CountedProgram, CountedPrograms
+from tutti.planner.placement.reduced import stands_for
 from tutti.planner.placement.yardstick import Yardstick
 
 # The share of the backward in the time of both passes.
@@ -66,6 +67,8 @@ class Costing:
         self.slots = _slot_nbytes(captured)
         self.weights = dict(_parameters(captured))
         self.num_dims = {n: self.weights[n].ndim for n in self.step.kinds}
+        # For how many weights of the whole model each stands, if the captured step is that of a shorter one.
+        self.times = {n: stands_for(captured.placeholders[n]) for n in self.weights}
         self._found: dict[tuple[tuple[str, str], ...], PlacedCost] = {}
 
     def of(self, place: Mapping[str, str]) -> PlacedCost:
@@ -97,7 +100,8 @@ class Costing:
         mesh = self.programs.own.program_mesh
         for name, sharding in made.shardings.items():
             ways = mesh.size(sharding.axes)
-            found |= {m: self.weights[m].nbytes / ways for m in self.step.members[name]}
+            members = self.step.members[name]
+            found |= {m: self.times[m] * self.weights[m].nbytes / ways for m in members}
         return found
 
     def _update_seconds(self, local: Mapping[str, float]) -> float:

@@ -97,7 +97,8 @@ def _num_layers(decision: Decision, costing: Costing) -> int:
     """The number of layers that it decides: the most parameters of one template."""
     counts: dict[str, int] = {}
     for name, _ in decision.dims:
-        counts[template(name)] = counts.get(template(name), 0) + len(costing.step.members[name])
+        layers = sum(costing.times[member] for member in costing.step.members[name])
+        counts[template(name)] = counts.get(template(name), 0) + layers
     return max(counts.values())
 
 
