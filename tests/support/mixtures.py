@@ -32,13 +32,13 @@ NAMES = tuple(_OF)
 NUM_LAYERS = {"Mixtral": 2, "Qwen3-MoE": 1, "DeepSeek-V3": 1}
 
 
-def mixture(name: str, experts: str = "batched_mm") -> nn.Module:
-    """The model, whose layers run `experts` of Hugging Face's implementations."""
+def mixture(name: str, experts: str = "batched_mm", **sizes: Any) -> nn.Module:
+    """The model, whose layers run `experts` of Hugging Face's implementations; `sizes` for other ones."""
     import transformers
 
     family, more = _OF[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**_COMMON | more)
+    config = getattr(transformers, f"{family}Config")(**_COMMON | more | sizes)
     model = getattr(transformers, f"{family}ForCausalLM")(config).train()
     model.set_experts_implementation(experts)
     return model

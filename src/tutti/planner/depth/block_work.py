@@ -50,6 +50,8 @@ from tutti.planner.estimates.priced_machine import PricedKernels, PricedMachine
 _JOINS = ("foreach", "bucket", "early_update", "fused_update", "overlap")
 # Sums of the gradients of a tied weight.
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+# Axes beside `data` that split the batch, and the bytes of gradients that add up over each.
+_BATCH_AXES = {"seq": "over_seq", "expert": "over_expert"}
 # The number of buckets of these bytes.
 _COUNTS = {
     "gradients": "num_sums",
@@ -197,8 +199,9 @@ class _BlockReader:
         call = collective_call(node)
         if call is None or not MODEL_AXES & set(call.axes):
             return
-        if region == "update" and "seq" in call.axes:
-            self._add(node, "over_seq", call.nbytes)
+        if region == "update" and (over := _BATCH_AXES.keys() & call.axes):
+            for axis in over:
+                self._add(node, _BATCH_AXES[axis], call.nbytes)
             return
         group = self.groups[tuple(a for a in call.axes if a in MODEL_AXES)]
         if group.size == 1:

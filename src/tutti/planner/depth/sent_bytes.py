@@ -27,18 +27,13 @@ def _collectives(staged: StagedPieces, piece: Piece) -> Iterator[tuple[str, floa
     micro, zero = staged.layout.micro, staged.layout.zero
     yield "inside", micro * piece.sent
     yield "between", micro * piece.sent_across
-    reduction = "reduce_scatter" if zero else "all_reduce"
     sums = micro if zero >= 2 else 1
     gathered = piece.gradients if zero in (1, 2) else 0.0
     if zero == 3:  # a pipeline gathers once
         both = piece.read + staged.read_again(piece)
         gathered = micro * both if staged.pipe == 1 else piece.read
-    joint = staged.joint(piece)
-    for axes, kind, nbytes in (
-        (staged.summing, reduction, sums * joint),
-        (("data",), reduction, sums * (piece.gradients - joint)),
-        (staged.summing, "all_gather", gathered),
-    ):
+    moved = [(one.axes, one.kind, sums * one.nbytes) for one in staged.sums(piece)]
+    for axes, kind, nbytes in (*moved, (staged.summing, "all_gather", gathered)):
         yield from zip(
             ("inside", "between"), sent_nbytes(kind, nbytes, staged.groups[axes]), strict=True
         )

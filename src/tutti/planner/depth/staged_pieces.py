@@ -10,6 +10,7 @@ micro-batches, gathers of weights and sums of gradients over `data` and `seq`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -39,6 +40,15 @@ class CrossingWeight(NamedTuple):
     later: int
     read: float
     back: float
+
+
+class GradientSum(NamedTuple):
+    """A sum of gradients over `axes`: so many bytes in so many buckets, by collectives of a kind."""
+
+    axes: tuple[str, ...]
+    kind: str
+    nbytes: float
+    num_buckets: float
 
 
 class StagedPieces:
@@ -112,6 +122,11 @@ class StagedPieces:
         return self.layout.zero_axes
 
     @property
+    def sums_any(self) -> bool:
+        """Whether ranks sum gradients."""
+        return self.groups[*self.summing, "expert"].size > 1
+
+    @property
     def sums_beside(self) -> bool:
         """Whether the last micro-batch reduces the sums of all: not in memory that ranks share."""
         shared = self.machine.shares_memory and self.groups[self.summing].num_hosts == 1
@@ -123,7 +138,7 @@ class StagedPieces:
         Those of a stage run beside the backwards of others until the next stage's last one. Without a
         timeline that is one round of the other micro-batches later.
         """
-        if self.layout.zero >= GRADIENTS_FROM or self.groups[self.summing].size == 1:
+        if self.layout.zero >= GRADIENTS_FROM or not self.sums_any:
             return 0.0
         if not self.sums_beside:
             return self.reduced(self.rank_pieces[rank])
@@ -185,18 +200,28 @@ class StagedPieces:
         return count if self.pipe == 1 else max(1.0, count)
 
     def reduced(self, piece: Piece) -> float:
-        """Seconds to sum the gradients of a piece over `data`, and most over `seq` with it."""
-        kind = "reduce_scatter" if self.layout.zero else "all_reduce"
-        joint = self.joint(piece)
-        share = joint / piece.gradients if joint else 0.0
-        alone = (1 - share) * piece.gradients, (1 - share) * piece.num_sums
-        return self.over(self.summing, kind, joint, share * piece.num_sums) + self.over(
-            ("data",), kind, *alone
-        )
+        """Seconds to sum the gradients of a piece."""
+        return sum(self.over(*one) for one in self.sums(piece))
 
-    def joint(self, piece: Piece) -> float:
-        """Bytes of the gradients of a piece that add up over all of `summing`."""
-        return min(piece.over_seq, piece.gradients) if "seq" in self.summing else piece.gradients
+    def sums(self, piece: Piece) -> Iterator[GradientSum]:
+        """The sums of the gradients of a piece: over `data`, of most over `seq` with it, and of weights that
+        are not of experts over `expert`; of parts, if the sums before leave these."""
+        whole = piece.gradients
+        joint = min(piece.over_seq, whole) if "seq" in self.summing else whole
+        every = min(piece.over_expert, joint)
+
+        def one(axes: tuple[str, ...], kind: str, nbytes: float, of: float = 1.0) -> GradientSum:
+            share = nbytes / whole if nbytes else 0.0
+            return GradientSum(axes, kind, nbytes / of, share * piece.num_sums)
+
+        if self.layout.zero:
+            yield one(self.summing, "reduce_scatter", joint)
+            yield one(("expert",), "all_reduce", every, self.ways)
+            yield one(("data",), "reduce_scatter", whole - joint)
+        else:
+            yield one((*self.summing, "expert"), "all_reduce", every)
+            yield one(self.summing, "all_reduce", joint - every)
+            yield one(("data",), "all_reduce", whole - joint)
 
     def over(self, axes: tuple[str, ...], kind: str, nbytes: float, count: float) -> float:
         """Seconds of collectives over `axes`: so many bytes in so many buckets."""

@@ -16,7 +16,7 @@ from tutti.passes.bucket import LARGE_BUCKET_NBYTES
 from tutti.planner.depth.dropped_values import Drop
 
 # Axes whose collectives belong to a piece; those over `data` belong to the whole step, and so do sums of
-# gradients over `seq`.
+# gradients over `seq` and `expert`.
 MODEL_AXES = frozenset({"tensor", "seq", "expert"})
 
 
@@ -30,8 +30,8 @@ class Piece:
     adding: seconds to add gradients to the sums of earlier micro-batches. update: seconds.
     kept: bytes of a micro-batch from forward to backward. delayed: those that gradients of weights read.
     cast: bytes of weights in the dtype of the forward, for all micro-batches. parameters, slots: bytes of
-    state; slots with buffers. gradients: bytes that the update reads; over_seq: those of them that add up
-    over `seq`, too. sent, sent_across: bytes over the model's axes,
+    state; slots with buffers. gradients: bytes that the update reads; over_seq, over_expert: those of them
+    that add up over `seq` and `expert`, too. sent, sent_across: bytes over the model's axes,
     within a host and to others.
     once: bytes of results of collectives in the forward, which no backward recomputes. moved_again: seconds
     of the others in the forward. inputs: the part of `backward` on which an earlier piece depends.
@@ -58,6 +58,7 @@ class Piece:
     slots: float = 0.0
     gradients: float = 0.0
     over_seq: float = 0.0
+    over_expert: float = 0.0
     sent: float = 0.0
     sent_across: float = 0.0
     once: float = 0.0
