@@ -38,6 +38,7 @@ from tutti.propagate.factors import axes_of
 from tutti.propagate.idle_axes import idle_axes, warn_of_idle
 from tutti.propagate.order_of_matmuls import weights_first
 from tutti.propagate.order_of_sums import products_first
+from tutti.propagate.round_trips import without_round_trips
 from tutti.propagate.spread import STRONG, Spread, tensors_of
 from tutti.propagate.storage_sharding import (
     PARAMETERS_FROM,
@@ -133,6 +134,8 @@ def plan(
     Raises `ShardingError` for a batch or a `place` that does not divide, and for patterns that match
     nothing.
     """
+    if any(axis in layout.program_mesh for axis in (*BATCH_AXES, "seq")):
+        without_round_trips(captured.graph)
     ways = candidates(captured) if dims is None else [dims]
     spare = copied(captured) if len(ways) > 1 else captured
     seeds = _Seeds(place or {}, found or {}, known or {}, tuple(words), book or Book())
