@@ -25,6 +25,7 @@ from tutti.capture.python.conversions import conversions_read
 from tutti.capture.python.drawn_numbers import Drawn, Draws
 from tutti.capture.python.effects import Effect
 from tutti.capture.python.fake_checks import constants_are_not_fake
+from tutti.capture.python.findings import Number
 from tutti.capture.python.held_values import TableEntry
 from tutti.capture.python.host_random import host_values_watched
 from tutti.capture.python.host_values import values_unknown
@@ -167,6 +168,15 @@ class LiftedStep:
         """By input name, the positions of integers among the leaves of the batch that are inputs."""
         named = {f"number.{k}": i for k, i in enumerate(self.number_leaves)}
         return {name: i for name, i in named.items() if isinstance(self.leaves[i], int)}
+
+    @property
+    def suspects(self) -> Sequence[Number]:
+        """After a failed trace, the numbers to make constants first: those of which Python has asked a hash,
+        or all."""
+        given = dict(zip(self.names, self.inputs, strict=True))
+        hashed = self.symbols.hashed
+        numbers = self.python.numbers
+        return [n for n in numbers if expression_of(given[n.name]) in hashed] or numbers
 
     @property
     def kinds(self) -> dict[str, str]:

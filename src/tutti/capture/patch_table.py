@@ -191,8 +191,9 @@ POWERS = each(
     torch.SymFloat, ("__pow__", "__rpow__"), "a power adds no guard that its base is positive"
 )
 SCHEDULER_FLOAT = Patch(lr_scheduler, "float", "a scheduler's metric may be a symbol", create=True)
-MILESTONES = Patch(
-    lr_scheduler.MultiStepLR, "get_lr", "milestones are compared with a count that may be a symbol"
+HASHES = Patch(torch.SymInt, "__hash__", "a number that is looked up is compared with the keys")
+INTEGER_EQUALITY = Patch(
+    torch.SymInt, "__eq__", "a lookup's comparison of a number with its key adds no guard"
 )
 TENSOR_OF_SYMBOLS = each(torch, ("tensor", "as_tensor"), "a tensor may be made of symbols")
 
@@ -267,6 +268,7 @@ PATCHES = _flat(
         FAKE_LOG,
     ),
     *(CONVERSIONS, FAKE_CONVERSIONS, FAKE_READS, ITEM_MEMO),
-    *(MATH, EQUALITY, POWERS, SCHEDULER_FLOAT, MILESTONES, TENSOR_OF_SYMBOLS),
+    *(MATH, EQUALITY, POWERS, SCHEDULER_FLOAT, TENSOR_OF_SYMBOLS),
+    *(HASHES, INTEGER_EQUALITY),
     *(CLOCKS, *ENTROPY, PROCESSES, DEFAULT_GROUP),
 )

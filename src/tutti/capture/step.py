@@ -166,7 +166,7 @@ def _traced(
         except (Exception, SystemExit) as error:
             if (other := ways.after(error, lifted.symbols)) is not None:
                 assumed = [other]
-            elif findings.expect_draws(lifted.draws.found) or findings.fix(lifted.python.numbers):
+            elif findings.expect_draws(lifted.draws.found) or findings.fix(lifted.suspects):
                 ways = OtherWays()
             elif findings.fix_draws(lifted.draws.inputs.values()):
                 ways, failed = OtherWays(), error

@@ -67,6 +67,7 @@ class Symbols(NumberEnv):
         self.written: set[sympy.Symbol] = set()
         self.written_at = ""  # the first line that does
         self.other_texts = False
+        self.hashed: set[sympy.Symbol] = set()  # the numbers that Python asks for a hash
         self._names = Places()
         self._guesses = LoopReads(assumed, loops)
 
@@ -77,7 +78,7 @@ class Symbols(NumberEnv):
         """
         self.reads, self.places, self.hints, self.kinds = [], [], [], []
         self.asked, self.readers = [], []
-        self.written, self.written_at = set(), ""
+        self.written, self.written_at, self.hashed = set(), "", set()
         self._names.begin(root)
         self._guesses.begin(work)
         self._sites: dict[Any, Site] = {}

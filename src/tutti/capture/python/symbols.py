@@ -13,12 +13,11 @@ from torch import Tensor, fx
 from tutti.capture.patch_table import (
     EQUALITY,
     MATH,
-    MILESTONES,
     POWERS,
     SCHEDULER_FLOAT,
     TENSOR_OF_SYMBOLS,
 )
-from tutti.capture.python.milestones import comparing
+from tutti.capture.python.looked_up import Lookups
 from tutti.capture.python.read_values import ITEM, Symbols
 from tutti.capture.python.user_globals import like
 from tutti.errors import CaptureError
@@ -107,14 +106,14 @@ _OF_MATH: dict[str, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def on_symbols() -> Iterator[None]:
-    """Inside, functions of `math`, and functions that make a tensor of a number, accept symbols."""
+    """Inside, functions of `math`, lookups, and functions that make a tensor of a number, accept symbols."""
     with replaced(
         *((MATH[name], _choose(MATH[name].original, f)) for name, f in _OF_MATH.items()),
         *((patch, _compared(name)) for name, patch in EQUALITY.items()),
         (POWERS["__pow__"], _pow),
         (POWERS["__rpow__"], _rpow),
         (SCHEDULER_FLOAT, _SCHEDULERS_FLOAT),
-        (MILESTONES, comparing(MILESTONES.original)),
+        *Lookups().patches(),
         *((patch, _tensor_of(patch.original)) for patch in TENSOR_OF_SYMBOLS.values()),
     ):
         yield
