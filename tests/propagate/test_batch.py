@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 
 import tutti
 from small_steps import trained
 from tutti.errors import LayoutError, ShardingError
+from tutti.graph.ops import collectives
 from tutti.layout import Layout
 from tutti.propagate.batch_dim import dims_of
 
@@ -144,3 +146,52 @@ def test_an_uneven_batch_is_the_same_step(layout: str) -> None:
     assert all("drop_last" in w for w in said) and len(said) == layout.count("data") + layout.count(
         "micro"
     )
+
+
+def private_step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, noise: Any) -> Tensor:
+    """DP-SGD: gradients of samples, clipped, added up, and with noise."""
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(p: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(functional_call(model, p, (x[None],)), y[None])
+
+    found = vmap(grad(loss), in_dims=(None, 0, 0))(weights, x, y)
+    norms = torch.stack([g.flatten(1).norm(dim=1) for g in found.values()]).norm(dim=0)
+    share = (1.0 / (norms + 1e-6)).clamp(max=1.0)
+    for name, p in model.named_parameters():
+        summed = torch.einsum("b,b...->...", share, found[name])
+        p.grad = (summed + 0.1 * noise[name]) / len(x)
+    optimizer.step()
+    return norms.mean()
+
+
+@pytest.mark.parametrize("layout", ["micro=2", "data=2 micro=2", "data=2 zero=2"])
+def test_a_tensor_that_the_update_alone_reads_has_no_samples(layout: str) -> None:
+    """Noise with as many rows as the batch has samples."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    noise = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
+    batch = torch.randn(4, 3), torch.randint(0, 4, (4,)), noise
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    verdict = tutti.verify(private_step, model, optimizer, batch, layout)
+    assert verdict.ok and verdict.max_error < 1e-12, verdict
+    step = tutti.distribute(private_step, model, optimizer, layout)
+    samples = step.program_of(batch).plan.samples
+    assert [bool(samples[f"batch.{k}"].axes) for k in range(4)] == [True, True, False, False]
+
+
+def test_zero_leaves_gradients_of_samples_where_they_are() -> None:
+    """Each rank clips those of its own samples; one reduce-scatter adds up what is left of them."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    noise = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
+    batch = torch.randn(6, 3), torch.randint(0, 4, (6,)), noise
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    layout = "data=2 zero=2"
+    verdict = tutti.verify(private_step, model, optimizer, batch, layout)
+    assert verdict.ok and verdict.max_error < 1e-12, verdict
+    graph = tutti.distribute(private_step, model, optimizer, layout).program_of(batch).graph
+    moved = [n for n in graph.nodes if n.target in collectives.COLLECTIVES]
+    sent = {n.target: n.args[0].meta["val"].numel() for n in moved}
+    assert collectives.all_to_all not in sent
+    assert sent[collectives.reduce_scatter] <= 4 * 3

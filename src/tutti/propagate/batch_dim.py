@@ -2,6 +2,7 @@
 
     one first dim               all tensors are split
     several                     those of the first tensor's; others where they leave the step whole
+    read by the update alone    not split
     does not divide by an axis  not split over that axis: each of its ranks computes all of it
 
 A split of an input is free, as every rank has the whole batch; so is its use as a whole.
@@ -46,10 +47,37 @@ class Unsplit(NamedTuple):
 
 def candidates(captured: Captured) -> list[Dims]:
     """The ways to find samples by dim 0: by the first tensor's size, by each other size, by all at once."""
-    sizes = {n: int(node.meta["val"].shape[0]) for n, node in _tensors(captured)}
+    every = {n: int(node.meta["val"].shape[0]) for n, node in _tensors(captured)}
+    late = _read_late(captured) & every.keys()
+    sizes = {n: size for n, size in every.items() if n not in late}
+    whole: Dims = dict.fromkeys(late)
     groups = list(dict.fromkeys(sizes.values()))
-    found: list[Dims] = [{n: 0 if s == size else None for n, s in sizes.items()} for size in groups]
-    return [*found, dict.fromkeys(sizes, 0)] if len(groups) > 1 else found or [{}]
+    found: list[Dims] = [
+        {n: 0 if s == size else None for n, s in sizes.items()} | whole for size in groups
+    ]
+    return [*found, dict.fromkeys(sizes, 0) | whole] if len(groups) > 1 else found or [whole]
+
+
+def _read_late(captured: Captured) -> set[str]:
+    """The tensors of the batch that no forward and no backward computes with: the noise of a private update.
+
+    They hold no samples, whatever their sizes.
+    """
+    named = {node: name for name, node in _tensors(captured)}
+    read: dict[fx.Node, frozenset[str]] = {}  # "" for any other input
+    late, early = set[str](), set[str]()
+    for node in captured.graph.nodes:
+        found = frozenset[str]().union(*(read[x] for x in node.all_input_nodes))
+        if node.op == "placeholder":
+            found = frozenset({named.get(node, "")})
+        elif node.op == "output":
+            early.update(named[x] for x in node.all_input_nodes if x in named)
+        elif node.meta.get("region") == "update":
+            late |= found
+        elif len(found) > 1:
+            early |= found
+        read[node] = found
+    return {name for name in late - early if name}
 
 
 def batch_axes(mesh: Mesh, *, with_experts: bool) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ from tutti.propagate.idle_axes import idle_axes, warn_of_idle
 from tutti.propagate.order_of_matmuls import weights_first
 from tutti.propagate.order_of_sums import products_first
 from tutti.propagate.round_trips import without_round_trips
+from tutti.propagate.samples_in_update import keep_samples_split
 from tutti.propagate.spread import STRONG, Spread, tensors_of
 from tutti.propagate.storage_sharding import (
     PARAMETERS_FROM,
@@ -206,6 +207,8 @@ def _planned(
     _seed_hints(made)
     made.spread.run(captured.graph)
     while _decompose(made):
+        made.spread.run(captured.graph)
+    if keep_samples_split(made.spread, captured, boundaries, axes, mesh):
         made.spread.run(captured.graph)
     _settle_state(made)
     made.spread.run(captured.graph)
