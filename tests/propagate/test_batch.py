@@ -195,3 +195,34 @@ def test_zero_leaves_gradients_of_samples_where_they_are() -> None:
     sent = {n.target: n.args[0].meta["val"].numel() for n in moved}
     assert collectives.all_to_all not in sent
     assert sent[collectives.reduce_scatter] <= 4 * 3
+
+
+def accumulated(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Gradients accumulated by hand, over two chunks of the batch."""
+    optimizer.zero_grad()
+    total = torch.zeros(())
+    for rows, targets in zip(x.chunk(2), y.chunk(2), strict=True):
+        loss = F.cross_entropy(model(rows), targets, reduction="sum") / len(x)
+        loss.backward()
+        total = total + loss.detach()
+    optimizer.step()
+    return total
+
+
+@pytest.mark.parametrize(
+    "samples, micro, taken", [(8, 4, 4), (8, 2, 2), (6, 2, 1), (6, 3, 3), (7, 7, 1)]
+)
+def test_micro_batches_take_rows_of_each_chunk(samples: int, micro: int, taken: int) -> None:
+    """As many as the chunks have rows for; a pipeline is cut then, too."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Tanh())]
+    model = nn.Sequential(*layers, nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batch = torch.randn(samples, 8), torch.randint(0, 3, (samples,))
+    layout = f"pipe=2 micro={micro}"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        verdict = tutti.verify(accumulated, model, optimizer, batch, layout)
+    assert verdict.ok and verdict.max_error < 1e-12, verdict
+    said = [str(w.message) for w in caught]
+    assert [f"in {taken} slice" in text for text in said] == ([True] if taken < micro else [])

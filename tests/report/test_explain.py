@@ -20,7 +20,7 @@ from tutti.quantities import format_nbytes
 from tutti.report.explanation import explain, records
 
 WHOLE = "7 samples do not divide by data=2: each rank computes all"
-SLICES = "does not divide a rank's samples"
+SLICES = "does not divide a rank's samples, or chunks of them"
 UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 

@@ -214,7 +214,8 @@ def warn_of_micro(asked: int, found: int) -> None:
     """Warn that a batch runs in fewer slices, which take more memory."""
     if asked != found:
         warnings.warn(
-            f"micro={asked} does not divide each rank's samples: each rank takes them in {found} "
+            f"micro={asked} does not divide each rank's samples, or the chunks of them that the step cuts: "
+            f"each rank takes them in {found} "
             f"{'slice' if found == 1 else 'slices'}, which takes more memory; DataLoader(drop_last=True) "
             "leaves such a batch out",
             stacklevel=users_level(),

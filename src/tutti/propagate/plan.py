@@ -33,6 +33,7 @@ from tutti.propagate.batch_dim import (
     why_unsplit,
 )
 from tutti.propagate.boundaries import COMPUTE, Boundary, insert_boundaries
+from tutti.propagate.chunks_of_batch import rows_of_chunks
 from tutti.propagate.expert_moves import ExpertMoves, insert_moves, movable
 from tutti.propagate.factors import axes_of
 from tutti.propagate.idle_axes import idle_axes, warn_of_idle
@@ -183,7 +184,8 @@ def _planned(
         n: captured.placeholder(n).meta["val"].shape for n, d in dims.items() if d is not None
     }
     asked = layout.micro
-    layout = micro_of(layout, [int(shapes[n][d]) for n, d in dims.items() if d is not None])
+    sizes = [int(shapes[n][d]) for n, d in dims.items() if d is not None]
+    layout = micro_of(layout, [*sizes, *rows_of_chunks(captured, dims)])
     mesh = layout.program_mesh
     if any(axis in mesh for axis in MODEL_AXES):
         given = captured.placeholders
@@ -417,7 +419,9 @@ def _seed_batch(made: ShardingPlan, dims: Dims, asked: int) -> None:
                 made.unsplit.append(unsplit)
                 made.reasons[name] = why_unsplit(unsplit)
             elif made.layout.micro != asked:
-                made.reasons[name] = f"micro={asked} does not divide a rank's samples"
+                made.reasons[name] = (
+                    f"micro={asked} does not divide a rank's samples, or chunks of them"
+                )
         if "seq" in mesh and has_sequence(val) and dim != 1:
             if val.shape[1] % mesh.size("seq") == 0:
                 axes[1] = ("seq",)
