@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -61,14 +62,55 @@ def test_a_thread_that_is_over_has_no_stack() -> None:
     assert stack_of(thread.ident or 0) == frames_of(thread.ident or 0) == []
 
 
-def test_a_stack_that_cannot_be_written_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank without a file descriptor still ends on SIGTERM."""
+_NATIVE_THREADS = """
+import ctypes, threading, time
+from tutti.launch.thread_stacks import stack_of
 
-    def none_left(_: str) -> int:
+library = ctypes.CDLL(None)
+enter = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
+until = time.monotonic() + 3
+
+def start_threads():
+    made = ctypes.c_ulong()
+    while time.monotonic() < until:
+        library.pthread_create(ctypes.byref(made), None, enter, None)
+        library.pthread_join(made, None)
+
+others = [threading.Thread(target=start_threads) for _ in range(2)]
+for thread in others:
+    thread.start()
+while time.monotonic() < until:
+    assert [place.function for place in stack_of(threading.main_thread().ident)] == ["stack_of", "<module>"]
+for thread in others:
+    thread.join()
+"""
+
+
+def test_native_threads_enter_python_meanwhile() -> None:
+    """Those of autograd or a communication library add themselves to Python's threads at any time."""
+    ended = subprocess.run([sys.executable, "-c", _NATIVE_THREADS], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_stack_without_a_file_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has none left still says where it was when SIGTERM ended it."""
+
+    def none_left(*_: object) -> int:
         raise OSError("too many open files")
 
-    monkeypatch.setattr(os, "memfd_create", none_left)
-    assert stack_of(threading.get_ident()) == []
+    for name in ("memfd_create", "open"):
+        monkeypatch.setattr(os, name, none_left)
+    assert stack_of(threading.get_ident())
+
+
+def test_a_stack_is_whole() -> None:
+    """A line of the user lies below any number of a library's."""
+
+    def below(depth: int) -> Stack:
+        return below(depth - 1) if depth else stack_of(threading.get_ident())
+
+    functions = [place.function for place in below(300)]
+    assert functions.count("below") == 301 and "test_a_stack_is_whole" in functions
 
 
 def test_a_traceback_is_a_stack() -> None:

@@ -2,27 +2,26 @@
 
 A frame object that one thread holds keeps its variables after its function has returned in the other.
 PyTorch relies on their end: `Tensor.__repr__` turns functorch off until a variable dies, and autograd copies
-a gradient to which anything else refers. So the stack of a thread that runs is read as text, by
-`faulthandler`, which makes no objects. Frames are for a thread that waits: it returns from none of them.
+a gradient to which anything else refers. So the stack of a thread that runs is read as text, in one call
+that never lets the other thread run. Frames are for a thread that waits: it returns from none of them.
+
+`faulthandler.dump_traceback` makes no frame objects, but it walks all threads without Python's lock of their
+list: the process crashes if a native thread (autograd's, a communication library's) enters Python meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import gc
-import os
-import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate, chain, islice, repeat, takewhile
+from operator import attrgetter, methodcaller
 from types import FrameType, TracebackType
-from typing import IO, Any
+from typing import Any
 
-_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
-_PLACE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-_ESCAPED = re.compile(r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\U([0-9a-f]{8})")
+_CODE_AND_LINE = attrgetter("f_code", "f_lineno")
 
 
 @dataclass(frozen=True)
@@ -47,31 +46,20 @@ Stack = list[Place]
 
 
 def stack_of(thread: int) -> Stack:
-    """The stack of the thread with this identifier, as text: its hundred innermost frames.
-
-    It is empty if there is no thread, or no file descriptor left.
-    """
-    try:
-        with _scratch() as file:
-            faulthandler.dump_traceback(file)
-            file.seek(0)
-            text = file.read().decode("ascii", "replace")
-    except OSError:
-        return []
-    found, inside = Stack(), False
-    for line in text.splitlines():
-        if header := _THREAD.match(line):
-            inside = int(header[1], 16) == thread
-        elif inside and (place := _PLACE.fullmatch(line)):
-            found.append(Place(_plain(place[1]), int(place[2]), _plain(place[3])))
-    return found
+    """The stack of the thread with this identifier, as text. It is empty if there is no such thread."""
+    with _uncollected():
+        # No bytecode runs inside `list`: this thread keeps the interpreter until the frames are dropped. The
+        # iterators have no names, so they end in the same instruction.
+        found = list(map(_CODE_AND_LINE, takewhile(bool, _lazy_frames(thread))))
+    return [
+        Place(code.co_filename, line or code.co_firstlineno, code.co_name) for code, line in found
+    ]
 
 
-def _scratch() -> IO[bytes]:
-    """A file in memory where the system has such: a disk may be full."""
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("tutti-stack"), "w+b")
-    return tempfile.TemporaryFile()
+def _lazy_frames(thread: int) -> Iterator[FrameType | None]:
+    """The frames of a thread, innermost first, then None. It reads the first one when it is asked for it."""
+    innermost = map(methodcaller("get", thread), iter(sys._current_frames, None))
+    return accumulate(chain(islice(innermost, 1), repeat("f_back")), getattr)
 
 
 def frames_of(thread: int) -> Stack:
@@ -96,11 +84,6 @@ def traceback_stack(traceback: TracebackType | None) -> Stack:
 
 def _place(frame: FrameType, line: int) -> Place:
     return Place(frame.f_code.co_filename, line, frame.f_code.co_name, frame)
-
-
-def _plain(name: str) -> str:
-    """A name with its characters beyond ASCII, which `faulthandler` escapes."""
-    return _ESCAPED.sub(lambda m: chr(int(m[1] or m[2] or m[3], 16)), name)
 
 
 @contextlib.contextmanager
