@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.test_supervise import played, process_of, wait_for
+from served_runs import played, process_of, wait_for
 
 
 def _fill(directory: Path, who: str) -> None:

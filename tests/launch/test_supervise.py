@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -16,118 +12,33 @@ from typing import Any
 import pytest
 import torch
 
+import served_script
 import tutti
-from launch.processes import lives
-from ranks import context
+from served_runs import (
+    SCRIPT,
+    WAIT_SECONDS,
+    Run,
+    kill,
+    lines,
+    of_no_run,
+    on_one_device,
+    played,
+    wait_for,
+    wait_for_end,
+)
 from tutti.environment import LINGER, LISTEN, ROLE, SECRET, SERVERS
-from tutti.launch import supervise, worker
+from tutti.launch import supervise
 from tutti.launch.roles import Role, roles_of
 from tutti.launch.supervise import Supervisor
 from tutti.layout import Layout
 from tutti.serving.server_side import _stop_when_left
 
-SCRIPT = Path(__file__).parent / "served_script.py"
-WAIT_SECONDS = 120.0
-
-
-def as_rank(words: list[str], environment: dict[str, str], log: str) -> None:
-    """In a forked process: what `python -m tutti.launch.worker` does."""
-    os.environ.clear()
-    os.environ.update(environment)
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    torch.set_num_threads(1)
-    sys.argv = ["worker", *words]
-    worker.main()
-
-
-class Forked:
-    """A process that need not import torch for itself, looking like a `subprocess.Popen`."""
-
-    def __init__(self, words: list[str], environment: dict[str, str], log: Path) -> None:
-        self.process = context().Process(target=as_rank, args=(words, environment, str(log)))
-        self.process.start()
-
-    @property
-    def returncode(self) -> int:
-        return self.process.exitcode
-
-    def poll(self) -> int | None:
-        return self.process.exitcode
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
-
-
-class Run(Supervisor):
-    """A run whose processes are forked; `play` says what happens meanwhile."""
-
-    def spawn(self, environment: dict[str, str], log: Path | None) -> Any:
-        return Forked(self.command, environment, log or self.log_dir / "first.log")
-
-
-def played(
-    directory: Path,
-    text: str,
-    play: Callable[[Path], None] | None = None,
-    *,
-    steps: int = 4,
-    wrong: str = "nobody",
-    **environment: str,
-) -> tuple[int, str]:
-    """The exit code of a run, and all that its processes wrote."""
-    layout = Layout.parse(text)
-    words = [str(SCRIPT), str(directory), str(steps), wrong]
-    environment = {"TUTTI_TIMEOUT": "60", "OMP_NUM_THREADS": "1"} | environment
-    made = Run(layout, roles_of(layout), words, environment=environment, log_dir=directory / "logs")
-    if play is not None:
-        Thread(target=play, args=(directory,), daemon=True).start()
-    code = made.run()
-    return code, "".join(p.read_text() for p in sorted((directory / "logs").iterdir()))
-
-
-def lines(directory: Path, who: str, kind: str) -> list[list[float]]:
-    """The numbers in the lines of a kind that a process has written."""
-    path = directory / f"{who}.txt"
-    found = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
-    return [[float(x) for x in line[1:]] for line in found if line[0] == kind]
-
-
-def wait_for(directory: Path, who: str, steps: int) -> None:
-    until = time.monotonic() + WAIT_SECONDS
-    while len(lines(directory, who, "step")) < steps:
-        assert time.monotonic() < until, f"{who} does not get on"
-        time.sleep(0.02)
-
-
-def process_of(directory: Path, who: str) -> int:
-    return int(lines(directory, who, "pid")[-1][0])
-
-
-def kill(directory: Path, who: str) -> None:
-    os.kill(process_of(directory, who), signal.SIGKILL)
-
-
-def wait_for_end(directory: Path, who: str) -> None:
-    until = time.monotonic() + WAIT_SECONDS
-    while lives(process_of(directory, who)):
-        assert time.monotonic() < until, f"{who} does not end"
-        time.sleep(0.02)
-
 
 def test_step_is_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With two servers, and with two ranks a worker."""
-    sys.path.insert(0, str(SCRIPT.parent))
-    import served_script
-
-    monkeypatch.delenv("TUTTI_LAYOUT", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
     code, said = played(tmp_path, "replica=2 tensor=2 server=2 sync=step")
     assert code == 0, said
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    served_script.main(alone, 4, "nobody")
+    alone = on_one_device(tmp_path, 4, monkeypatch)
     expected = lines(alone, "one", "step")
     for who in ("worker0", "worker1", "worker0.1", "worker1.1"):
         found = lines(tmp_path, who, "step")
@@ -152,16 +63,9 @@ def test_step_is_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_workers_are_together_at_first_and_then_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sys.path.insert(0, str(SCRIPT.parent))
-    import served_script
-
-    monkeypatch.delenv("TUTTI_LAYOUT", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
     code, said = played(tmp_path, "replica=2 server=1 sync=async(after=2, predict)")
     assert code == 0, said
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    served_script.main(alone, 2, "nobody")
+    alone = on_one_device(tmp_path, 2, monkeypatch)
     expected = torch.tensor(lines(alone, "one", "step"))
     found = [torch.tensor(lines(tmp_path, f"worker{w}", "step")) for w in range(2)]
     for own in found:
@@ -202,11 +106,7 @@ def test_the_first_remaining_worker_saves(
     tmp_path: Path, layout: str, sync: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also a save that comes before the lease of the killed one is over."""
-    sys.path.insert(0, str(SCRIPT.parent))
-    import served_script
-
-    monkeypatch.delenv("TUTTI_LAYOUT", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    of_no_run(monkeypatch)
 
     def play(directory: Path) -> None:
         wait_for(directory, "worker0", 3)

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from launch.test_supervise import SCRIPT, lines, played, process_of, wait_for, wait_for_end
-
-
-def pause(directory: Path, who: str, seconds: float) -> None:
-    pid = process_of(directory, who)
-    os.kill(pid, signal.SIGSTOP)
-    time.sleep(seconds)
-    os.kill(pid, signal.SIGCONT)
+from served_runs import lines, on_one_device, pause, played, process_of, wait_for, wait_for_end
 
 
 def test_under_step_it_changes_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others wait for its rows."""
-    sys.path.insert(0, str(SCRIPT.parent))
-    import served_script
-
-    monkeypatch.delenv("TUTTI_LAYOUT", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
 
     def play(directory: Path) -> None:
         wait_for(directory, "worker0", 2)
@@ -37,9 +24,7 @@ def test_under_step_it_changes_no_number(tmp_path: Path, monkeypatch: pytest.Mon
     layout, wrong = "replica=2 server=1 sync=step", "worker1:3"
     code, said = played(tmp_path, layout, play, steps=6, wrong=wrong, TUTTI_LEASE="1")
     assert code == 0, said
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    served_script.main(alone, 6, "nobody")
+    alone = on_one_device(tmp_path, 6, monkeypatch)
     expected = torch.tensor(lines(alone, "one", "step"))
     for who in ("worker0", "worker1"):
         found = torch.tensor(lines(tmp_path, who, "step"))
