@@ -180,6 +180,25 @@ def test_a_tensor_that_the_update_alone_reads_has_no_samples(layout: str) -> Non
     assert [bool(samples[f"batch.{k}"].axes) for k in range(4)] == [True, True, False, False]
 
 
+def validated_step(model: nn.Module, optimizer: Any, x: Tensor, seen: Tensor) -> Any:
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        return loss, model(seen).square().mean()
+
+
+def test_a_batch_that_new_weights_are_validated_on_has_samples() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    job = validated_step, model, torch.optim.SGD(model.parameters(), 0.1)
+    batch = torch.randn(8, 3), torch.randn(8, 3)
+    samples = tutti.distribute(*job, "data=2").program_of(batch).plan.samples
+    assert samples["batch.0"].axes == samples["batch.1"].axes == {"data"}
+    assert tutti.verify(*job, batch, "data=2").ok
+
+
 def test_zero_leaves_gradients_of_samples_where_they_are() -> None:
     """Each rank clips those of its own samples; one reduce-scatter adds up what is left of them."""
     torch.manual_seed(0)

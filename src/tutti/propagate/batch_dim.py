@@ -59,24 +59,24 @@ def candidates(captured: Captured) -> list[Dims]:
 
 
 def _read_late(captured: Captured) -> set[str]:
-    """The tensors of the batch that no forward and no backward computes with: the noise of a private update.
+    """The tensors of the batch that no forward and no backward computes with, and new state depends on: the
+    noise of a private update.
 
-    They hold no samples, whatever their sizes.
+    They hold no samples, whatever their sizes. A batch to validate the new weights does.
     """
     named = {node: name for name, node in _tensors(captured)}
     read: dict[fx.Node, frozenset[str]] = {}  # "" for any other input
-    late, early = set[str](), set[str]()
+    early = set[str]()
     for node in captured.graph.nodes:
         found = frozenset[str]().union(*(read[x] for x in node.all_input_nodes))
         if node.op == "placeholder":
             found = frozenset({named.get(node, "")})
         elif node.op == "output":
             early.update(named[x] for x in node.all_input_nodes if x in named)
-        elif node.meta.get("region") == "update":
-            late |= found
-        elif len(found) > 1:
+        elif node.meta.get("region") != "update" and len(found) > 1:
             early |= found
         read[node] = found
+    late = frozenset[str]().union(*(read[x] for x in captured.output[1]))
     return {name for name in late - early if name}
 
 
