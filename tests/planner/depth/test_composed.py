@@ -477,3 +477,17 @@ def test_a_small_model_is_bound_by_launches() -> None:
     machine = PricedMachine.of(Cluster.parse("1 x h100"))
     made = StepEstimates(job, batch, lambda _: machine, num_layouts=100_000)
     assert made.refined(Layout()).bound_by == "launches"
+
+
+@pytest.mark.parametrize("layout", ["data=4 pipe=2 micro=4 zero=2", "data=4 pipe=2 micro=4 zero=3"])
+def test_small_layers_of_a_stage_share_a_bucket_of_gradients(layout: str) -> None:
+    """Their gradients are there until the last of them: a stage holds nearly all of its own."""
+    with torch.device("meta"):
+        model = Deep(DEPTH, width=512)
+    job = Job.of(train_step, model, torch.optim.AdamW(model.parameters()), Layout())
+    batch = (torch.zeros(ROWS, 128, dtype=torch.long),)
+    machine = PricedMachine.of(Cluster.parse("8 x h100"))
+    made = StepEstimates(job, batch, lambda _: machine, num_layouts=100_000)
+    parsed = Layout.parse(layout)
+    expected = estimate(CandidatePrograms(job, batch, on_processors=False).program(parsed), machine)
+    assert made.refined(parsed).peak_nbytes == pytest.approx(expected.peak_nbytes, rel=0.1)

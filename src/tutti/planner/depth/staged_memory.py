@@ -101,17 +101,29 @@ class StagedMemory:
         """The most bytes in a backward of a stage above the state, the sums of earlier micro-batches and the
         values that the forwards leave: in that of a piece, gradients of later ones are there."""
         pieces, in_time = self.staged.cut[stage], self.layout.in_time
-        left, gradients, most = self.staged.left(stage), 0.0, 0.0
+        left, gradients, later, most = self.staged.left(stage), 0.0, 0.0, 0.0
         held, casts = self.staged.held(stage), self._casts(stage)
         rows = zip(pieces, held, casts, self._whole_weights(stage), strict=True)
         for p, kept, cast, gathered in reversed(list(rows)):
             within = p.passing if in_time else p.within
+            later += p.gradients
             if splits:  # one bucket is on its way while another is made
-                within = min(p.within, p.passing + 2 * p.gradients / max(1.0, p.num_sums))
+                within = self._beside_buckets(p, later)
             most = max(most, kept - left + cast + gradients + within + gathered)
             if not in_time:
                 gradients += p.gradients / (self.ways if splits else 1)
         return most
+
+    def _beside_buckets(self, piece: Piece, later: float) -> float:
+        """The most bytes within a piece, with one bucket of gradients on its way while another is made.
+
+        later: bytes of gradients of this piece and of later ones of its stage, with which those of a
+        pipeline's small layers share a bucket.
+        """
+        if self.pipe > 1 and piece.num_sums:
+            bucket = min(self.staged.bucket_nbytes, piece.gradients / piece.num_sums)
+            return piece.passing + min(2 * bucket, later)
+        return min(piece.within, piece.passing + 2 * piece.gradients / max(1.0, piece.num_sums))
 
     def _ahead(self, pieces: Sequence[Piece], piece: int) -> float:
         """Bytes of a bucket of weights that the backward gathers next, of one or several pieces."""
