@@ -28,9 +28,10 @@ from served_runs import (
 )
 from tutti.environment import LINGER, LISTEN, ROLE, SECRET, SERVERS
 from tutti.launch import supervise
-from tutti.launch.roles import Role, roles_of
+from tutti.launch.roles import SERVER, Role, roles_of
 from tutti.launch.supervise import Supervisor
 from tutti.layout import Layout
+from tutti.serving.left_workers import LeftWorkers
 from tutti.serving.server_side import _stop_when_left
 
 
@@ -273,13 +274,14 @@ def test_a_server_ends_without_a_worker_that_never_came() -> None:
     class Served:
         def __init__(self) -> None:
             self.stopped = Event()
-            self.stop = self.stopped.set
+            self.stop, self.lapsed = self.stopped.set, dict
             self.machine = SimpleNamespace(
                 ledger=SimpleNamespace(started=False, active=dict, missed=list)
             )
 
     service: Any = Served()
-    Thread(target=_stop_when_left, args=(service, 2), daemon=True).start()
+    told = LeftWorkers(Role(SERVER, 0), Layout.parse("replica=2 server=1 sync=async"))
+    Thread(target=_stop_when_left, args=(service, told), daemon=True).start()
     assert not service.stopped.wait(LINGER.default + 1.0)
     service.machine.ledger.started = True
     assert service.stopped.wait(30.0)

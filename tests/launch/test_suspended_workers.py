@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -54,3 +56,31 @@ def test_one_that_comes_back_after_the_end_of_the_run_hears_so(
     assert "rank 1 failed: RunOverError: server 0 has ended, since no worker was left" in said
     assert "this worker was suspended" in said and "went on without worker 1" in said
     assert "rank 0" not in said
+
+
+def test_one_that_falls_silent_is_named_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it is silent, and in the records of the run. Two servers notice it; later it goes on."""
+    report = tmp_path / "report"
+    report.mkdir()
+    monkeypatch.setenv("TUTTI_REPORT", str(report))
+    stopped: list[int] = []
+
+    def play(directory: Path) -> None:
+        for who in ("worker0", "worker1"):
+            wait_for(directory, who, 2)
+        stopped.append(process_of(directory, "worker1"))
+        pause(directory, "worker1", 3.0)
+        (directory / "go").touch()
+
+    layout, wrong = "replica=2 server=2 sync=async", "worker0:2,worker1:2"
+    code, said = played(tmp_path, layout, play, steps=4, wrong=wrong, TUTTI_LEASE="1")
+    assert code == 0, said
+    who = rf"worker 1 \(rank 1, process {stopped[0]} is stopped\)"
+    line = rf"^{who} has been silent since \d\d:\d\d:\d\d, longer than its lease of 1 s: the others go on"
+    said = capfd.readouterr().err
+    assert len(re.findall(line, said, re.M)) == said.count("silent") == 1, said
+    records = [json.loads(x) for x in (report / "launcher.jsonl").read_text().splitlines()]
+    assert [bool(re.match(line, x["text"])) for x in records if x["kind"] == "said"] == [True]
+    assert len(lines(tmp_path, "worker1", "step")) == 4

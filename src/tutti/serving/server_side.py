@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,10 +19,9 @@ from tutti.capture.python.findings import Findings
 from tutti.capture.state.first_form import make_slots
 from tutti.capture.state.lift import state_of
 from tutti.capture.step import capture
-from tutti.environment import LEASE, LINGER, LISTEN, RECORDS, REPAIR, RUN_DIR
+from tutti.environment import LEASE, LINGER, LISTEN, RECORDS, REPAIR
 from tutti.job import Job
 from tutti.launch import roles
-from tutti.launch.records import Noted, write_record
 from tutti.launch.roles import Role
 from tutti.layout import Layout
 from tutti.replicas import replica_rows
@@ -33,6 +30,7 @@ from tutti.server.protocol.update import WEIGHT
 from tutti.server.split.three_parts import split
 from tutti.server.split.updater import GraphUpdater
 from tutti.server.wire.service import Service
+from tutti.serving.left_workers import LeftWorkers
 from tutti.state.residence import Residence, run_device, settle, whole_of
 from tutti.state.residences import adopt
 
@@ -84,8 +82,8 @@ def serve(job: Job, role: Role, batch: tuple[Any, ...], num_steps: int) -> None:
         lease_seconds=LEASE.read(),
     )
     roles.publish(role, service.address)
-    rank = role.rank(layout)
-    threading.Thread(target=_stop_when_left, args=(service, rank), daemon=True).start()
+    left = LeftWorkers(role, layout)
+    threading.Thread(target=_stop_when_left, args=(service, left), daemon=True).start()
     service.run()
     roles.publish_end(role)
 
@@ -110,32 +108,20 @@ def _records(role: Role) -> str | None:
     return os.path.join(directory, str(role).replace(" ", "")) if directory else None
 
 
-def _stop_when_left(service: Service, rank: int) -> None:
+def _stop_when_left(service: Service, told: LeftWorkers) -> None:
     """End a server once no worker is present and the wait for the others is over.
 
-    It has the launcher name the workers that left early: the others have the same steps, but fewer rows.
+    It has the launcher name the workers without which the others go on.
     """
     linger = LINGER.read()
     alone_since: float | None = None
-    told: list[int] = []
     while True:
         time.sleep(_LOOK_SECONDS)
         ledger = service.machine.ledger
-        told = _tell_missed(rank, ledger.missed(), told)
+        told.tell(ledger.missed(), service.lapsed())
         left = ledger.started and not ledger.active()
         now = time.monotonic()
         alone_since = (alone_since or now) if left else None
         if alone_since is not None and now - alone_since >= linger:
             service.stop()
             return
-
-
-def _tell_missed(rank: int, missed: list[int], told: list[int]) -> list[int]:
-    """Note the workers that are not in `told`; all that are noted."""
-    every = told + [worker for worker in missed if worker not in told]
-    run_dir = RUN_DIR.read()
-    if every != told and run_dir:
-        end = "has left: the others go on without its rows of each batch, and servers scale their sums"
-        with contextlib.suppress(OSError):  # a full disk must not keep the server from its end
-            write_record(Path(run_dir), Noted(rank, [f"worker {worker} {end}" for worker in every]))
-    return every

@@ -63,6 +63,8 @@ class Machine:
         lease_seconds: a worker that is silent for so long has left; under `step`, whose updates need the rows
             of every worker, it is waited for.
         gather_seconds: how long to wait for all other workers after the first; under `step` without limit.
+
+    `lapsed` has the workers whose lease has ended, with the seconds of their silence up to then.
     """
 
     ledger: Ledger
@@ -70,6 +72,7 @@ class Machine:
     num_servers: int = 1
     lease_seconds: float = LEASE_SECONDS
     gather_seconds: float = GATHER_SECONDS
+    lapsed: dict[int, float] = field(default_factory=dict)
     _begun_at: float | None = None
     _leases: dict[int, float] = field(default_factory=dict)
     _heard: Counter[int] = field(default_factory=Counter)
@@ -100,7 +103,8 @@ class Machine:
         """The answers that the passing of time makes possible: leases end, but not under `step`."""
         active, ended = self.ledger.active(), self.silent(now)
         ended = ended if self.ledger.consistency.apart else {}
-        for worker in ended:
+        for worker, seconds in ended.items():
+            self.lapsed.setdefault(worker, seconds)
             self._decide(Departed(worker, active[worker].incarnation))
         if self._gathered(now):
             self._decide(JoiningEnded())

@@ -149,7 +149,7 @@ class Service:
         self._running = True
         self._failure: TuttiError | None = None
         self._failed_at, self._told = 0.0, set[int]()
-        self._met, self._lost = set[int](), list[int]()  # workers
+        self._met, self._lost = dict[int, str](), list[int]()  # workers, with their last address
 
     def _recover(self, ledger: Ledger) -> None:
         """Continue from an earlier process's records."""
@@ -184,6 +184,14 @@ class Service:
 
     def _stop(self) -> None:
         self._running = False
+
+    def lapsed(self) -> dict[int, tuple[str, float]]:
+        """The workers without which the others went on since their lease had ended; any thread may call this.
+
+        Each with its last address, "" if this process knows none, and the seconds of its silence up to then.
+        """
+        silent = dict(self.machine.lapsed)
+        return {worker: (self._met.get(worker, ""), seconds) for worker, seconds in silent.items()}
 
     def _turn(self) -> None:
         """Handle all network events once."""
@@ -278,7 +286,7 @@ class Service:
     def _handle(self, peer: _Peer, number: int, request: m.Request) -> None:
         peer.outstanding += 1
         peer.worker = request.worker if peer.worker in (None, OBSERVER) else peer.worker
-        self._met.add(request.worker)
+        self._met[request.worker] = peer.name
         if peer.outstanding > _MOST_OUTSTANDING:
             raise MalformedError("too many requests at once")
         if peer.short or self._failure is not None:
