@@ -73,6 +73,7 @@ from tutti.capture.state.lift import (
 from tutti.capture.state.models import wrappers_open
 from tutti.capture.state.new_slots import no_new_slots
 from tutti.capture.state.rebound import assignments_noted, data_written, take_over
+from tutti.capture.state.shared_names import refuse_shared_names
 from tutti.capture.state.tensor_attributes import TensorAttributes
 from tutti.capture.substitutes.other_forms import OTHER_FORMS, in_other_forms
 from tutti.capture.substitutes.sparse import dense_gradients
@@ -108,6 +109,7 @@ class LiftedStep:
         self.train_step, self.model, self.optimizer = train_step, model, optimizer
         self.state, self.leaves, self.spec, self.mode = state, leaves, spec, mode
         self.hypers = hypers_of(optimizer)
+        refuse_shared_names(state, self.hypers)
         self.number_leaves = [i for i, x in enumerate(leaves) if is_free_number(x)]
         self.tensor_leaves = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         found = python.findings
