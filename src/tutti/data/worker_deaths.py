@@ -12,10 +12,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 from torch.utils.data import DataLoader
 
-from tutti.data.worker_limits import within_limits
+from tutti.data.worker_limits import check_descriptors, within_limits
 from tutti.torch_private.worker_signals import is_of_data_loader
 
 
@@ -51,11 +52,18 @@ class _Postponed:
             self._num_waits -= 1
 
 
+_with_workers: WeakSet[DataLoader[Any]] = WeakSet()  # that stay for the next loop
+
+
 def started(loader: DataLoader[Any]) -> Iterator[Any]:
     """The iterator of a loader, whose workers start here. Raises `TuttiError`: the machine has no room."""
     before = signal.getsignal(signal.SIGCHLD)
     with within_limits():
+        if loader not in _with_workers:
+            check_descriptors(loader.num_workers)
         found = iter(loader)
+    if loader.persistent_workers:
+        _with_workers.add(loader)
     handler: Any = signal.getsignal(signal.SIGCHLD)
     if is_of_data_loader(handler) and threading.current_thread() is threading.main_thread():
         previous = before if callable(before) and before is not handler else None

@@ -15,6 +15,9 @@ from tutti.errors import TuttiError
 _OF_SHARED_MEMORY = re.compile(r"shared memory.*\((\d+)\)$", re.DOTALL)
 # Of Python, where a message should carry a descriptor and there is none left for it.
 _NO_DESCRIPTOR_CAME = re.compile(r"received \d+ items of ancdata")
+# Of PyTorch, where a process has fewer than `_SPARE` descriptors left for a batch.
+_FEW_DESCRIPTORS = re.compile(r"Too many open files\.")
+_OF_WORKER, _OF_LOADER, _SPARE = 4, 2, 10  # descriptors
 _NO_WORKERS = "or num_workers=0"
 
 
@@ -40,10 +43,26 @@ def lacking(error: BaseException) -> TuttiError | None:
 def _number(error: BaseException) -> int | None:
     if isinstance(error, OSError):
         return error.errno
-    if _NO_DESCRIPTOR_CAME.search(str(error)):
+    text = str(error)
+    if _NO_DESCRIPTOR_CAME.search(text) or _FEW_DESCRIPTORS.match(text):
         return errno.EMFILE
-    found = _OF_SHARED_MEMORY.search(str(error)) if isinstance(error, RuntimeError) else None
+    found = _OF_SHARED_MEMORY.search(text) if isinstance(error, RuntimeError) else None
     return int(found[1]) if found else None
+
+
+def check_descriptors(num_workers: int) -> None:
+    """Raise `OSError` if workers could start, but not send their batches.
+
+    Then threads of Python's multiprocessing print tracebacks without end, in every worker.
+    """
+    needed = _OF_LOADER + _OF_WORKER * num_workers + _SPARE
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if num_workers and limit != resource.RLIM_INFINITY and _num_open() + needed > limit:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def _num_open() -> int:
+    return len(os.listdir("/proc/self/fd")) - 1  # without that of the list itself
 
 
 @contextmanager

@@ -51,6 +51,9 @@ EXIT_SECONDS = 5.0
 RECORD_SECONDS, POLL_SECONDS = 1.0, 0.01
 AGAIN_SECONDS = 1.0
 SECOND_GPU = "/dev/nvidia1"
+# Descriptors for the end of a rank: its script may have used all others. The first is free for records.
+_spare = [open(os.devnull)]  # noqa: SIM115
+_nowhere = open(os.devnull, "w")  # noqa: SIM115 (faulthandler writes there until the end)
 
 
 def main() -> None:
@@ -125,6 +128,8 @@ def _run(script: Script, arguments: list[str], rank: int, run_dir: Path) -> int:
 
 def _note(run_dir: Path, record: Record) -> bool:
     """Write a record; False if that fails (a full disk), which must not hide the cause."""
+    with contextlib.suppress(IndexError):
+        _spare.pop().close()
     try:
         write_record(run_dir, record)
     except OSError:
@@ -140,9 +145,8 @@ def _finish(code: int) -> None:
     """
     if code:
         forget_good_end()
-        nowhere = open(os.devnull, "w")  # noqa: SIM115 (faulthandler writes there until the end)
         try:
-            faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=nowhere)
+            faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=_nowhere)
         except RuntimeError:  # no thread can start
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, EXIT_SECONDS)
