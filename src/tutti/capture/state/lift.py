@@ -111,11 +111,15 @@ def wrappers_of(optimizer: Any) -> list[Optimizer]:
 
 
 def state_of(model: nn.Module, optimizer: Any) -> list[StateTensor]:
-    """Every state tensor, each once: parameters, then buffers, then slots in the parameters' order."""
+    """Every state tensor, each once: parameters, then buffers, then slots in the parameters' order.
+
+    An optimizer around another (Lookahead) may have the other's table of slots as its own: it is read once.
+    """
     state = [StateTensor(n, "parameter", p, others=others) for n, others, p in _parameters(model)]
     names = {id(s.tensor): s.name for s in state}
     state += [StateTensor(n, "buffer", b) for n, b in model.named_buffers()]
     optimizers = optimizers_of(optimizer)
+    read: set[tuple[str, int]] = set()
     for one in optimizers:
         for group in one.param_groups:
             for param in group["params"]:
@@ -123,8 +127,9 @@ def state_of(model: nn.Module, optimizer: Any) -> list[StateTensor]:
                 if owner is None:
                     raise not_of_the_model(one, param, optimizers)
                 for slot, value in one.state.get(param, {}).items():
-                    if isinstance(value, Tensor):
-                        name = f"optim.{owner}.{slot}"
+                    name = f"optim.{owner}.{slot}"
+                    if isinstance(value, Tensor) and (name, id(value)) not in read:
+                        read.add((name, id(value)))
                         state.append(StateTensor(name, "slot", value, owner, slot))
     return state
 
