@@ -44,9 +44,29 @@ OVER_BOTH = [
     ((4, 6), "-, -", "4@data, 6"),
     ((6, 4), "-, -", "6, 4@data"),
     ((6,), "-", "6@seq"),
-    ((16, 8), "seq, -", "16@seq+data, 8"),
+    ((16, 8), "seq, -", "16@seq, 8@data"),
     ((5,), "-", None),
 ]
+
+
+# A mixture: weights that `expert` does not split are cut over it first, those of experts over the others.
+OF_MIXTURES = [
+    ((16, 8), "-, -", "16@expert+data+seq, 8"),
+    ((16, 8), "expert, -", "16@expert+data+seq, 8"),
+    ((2, 64), "expert, -", "2@expert, 64@data+seq"),
+    ((2, 6), "expert, -", "2@expert, 6@seq"),
+    ((6, 10), "-, -", "6@expert, 10"),
+    ((8, 3), "-, -", "8@expert+data, 3"),
+    ((4, 8), "-, expert", "4@data, 8@expert"),
+]
+
+
+@pytest.mark.parametrize(("shape", "compute", "stored"), OF_MIXTURES)
+def test_zero_cuts_over_the_axis_of_experts(
+    shape: tuple[int, ...], compute: str, stored: str
+) -> None:
+    found = with_zero(Sharding.parse(compute, shape), Mesh.parse("data=4 expert=2 seq=2"))
+    assert str(found) == stored
 
 
 @pytest.mark.parametrize(("shape", "compute", "stored"), OVER_BOTH)

@@ -19,11 +19,12 @@ from tutti.layout.mesh import Mesh
 
 # Outermost first: ranks that differ in the last axis only are neighbors, on the fastest links.
 AXES = ("replica", "pipe", "data", "expert", "seq", "tensor")
-# Axes over which `zero` shards state: they split the samples and their tokens, and leave weights whole.
-ZERO_AXES = ("data", "seq")
+# Axes over which `zero` shards state: they split the samples and their tokens, and leave most weights whole.
+# The weights of experts, which `expert` splits, have the others.
+ZERO_AXES = ("expert", "data", "seq")
 # The order of axes that split one dim of a state tensor, major to minor: those of `zero` last, so that one
 # plain all-gather over them makes a weight from its shards.
-SPLIT_ORDER = ("tensor", "expert", "pipe", "replica", *ZERO_AXES)
+SPLIT_ORDER = ("tensor", "pipe", "replica", *ZERO_AXES)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb", "zbv")
 PRECISIONS = ("fp32", "bf16")
 # Values of `sync` for workers of servers (`consistency.py` reads them); the others are for replicas.
@@ -40,9 +41,9 @@ class Layout:
     """A layout, read from text such as `"data=2 tensor=4 zero=1"`; prints short and parses back.
 
     Axes: `replica pipe data expert seq tensor`, each with its number of ranks. Options: `zero=0..3`
-    (the state sharded over `data` and `seq`), `precision=fp32|bf16` (the dtype of the forward and its
-    gradients; weights, updates and sums over ranks stay float32), `remat=none|full|2GB|0.5` (the backward
-    recomputes no activations, as many as possible, or as few as fit a budget; see `layout.budget`),
+    (the state sharded over `data`, `seq` and `expert`), `precision=fp32|bf16` (the dtype of the forward and
+    its gradients; weights, updates and sums over ranks stay float32), `remat=none|full|2GB|0.5` (the
+    backward recomputes no activations, as many as possible, or as few as fit a budget; see `layout.budget`),
     `micro=K` (the step runs on K slices of the batch, one after the other),
     `schedule=gpipe|1f1b|interleaved(v)|zb|zbv` or a file (the order in which the stages of `pipe` take
     micro-batches; 1f1b by default), `sync=average(...)|diloco(...)|gossip(...)|pairs(...)|elastic(...)`
@@ -114,7 +115,8 @@ class Layout:
             )
         if self.zero and self.zero_ways == 1:
             raise LayoutError(
-                f'zero={self.zero} shards state over the axes data and seq, which layout "{self}" lacks',
+                f"zero={self.zero} shards state over the axes data, seq and expert, which layout "
+                f'"{self}" lacks',
                 fix=f"data=2 {self}, or leave zero out",
             )
         self._check_schedule()
@@ -299,7 +301,8 @@ class Layout:
 
     @property
     def zero_ways(self) -> int:
-        """The number of parts of state under `zero`: those of a tensor with a dim that they divide."""
+        """The number of parts of state under `zero`: of a tensor that `expert` does not split, and with a dim
+        that they divide."""
         return math.prod(self.axes[a] for a in self.zero_axes)
 
     @property

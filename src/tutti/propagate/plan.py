@@ -45,6 +45,7 @@ from tutti.propagate.spread import STRONG, Spread, tensors_of
 from tutti.propagate.storage_sharding import (
     PARAMETERS_FROM,
     SLOTS_FROM,
+    further_axes,
     slot_like,
     storable,
     with_zero,
@@ -458,8 +459,9 @@ def _settle_state(made: ShardingPlan) -> None:
             stored = storable(compute)
             further = with_zero(stored, mesh) if zero >= SLOTS_FROM else None
             if zero and further is None and state.tensor.numel() > 1:
-                over = " or ".join(f"{a}={mesh.size(a)}" for a in made.layout.zero_axes)
-                made.reasons[state.name] = f"no dim of {list(shape)} divides by {over}"
+                over = " or ".join(f"{a}={mesh.size(a)}" for a in further_axes(stored, mesh))
+                if over:
+                    made.reasons[state.name] = f"no dim of {list(shape)} divides by {over}"
             cut[state.name] = further or stored
             made.storage[state.name] = cut[state.name] if zero >= PARAMETERS_FROM else stored
         elif state.kind == "slot":

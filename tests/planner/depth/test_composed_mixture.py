@@ -45,7 +45,16 @@ def whole(estimates: StepEstimates) -> CandidatePrograms:
     return CandidatePrograms(estimates.job, estimates.batch, on_processors=False)
 
 
-@pytest.mark.parametrize("layout", ["data=2 expert=8", "data=2 expert=4 seq=2 zero=1"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "data=2 expert=8",
+        "data=2 expert=8 zero=1",
+        "data=2 expert=4 zero=3",
+        "data=2 expert=4 seq=2 zero=1",
+        "data=4 expert=2 zero=2 micro=2",
+    ],
+)
 def test_experts_send_and_keep_what_the_whole_program_does(
     estimates: StepEstimates, whole: CandidatePrograms, layout: str
 ) -> None:

@@ -137,8 +137,9 @@ def test_a_given_seq_is_kept() -> None:
     assert found and all(x.axes["seq"] == 2 for x in found)
 
 
-def test_state_is_split_over_seq_too() -> None:
-    found = Space(4, 16, ("data", "seq"), given="seq=4", below_sample=False).layouts()
+@pytest.mark.parametrize("axis", ["seq", "expert"])
+def test_state_is_split_over_other_axes_of_the_batch(axis: str) -> None:
+    found = Space(4, 16, ("data", axis), given=f"{axis}=4", below_sample=False).layouts()
     assert {x.zero for x in found if x.micro == 1} == {0, 1, 3}
 
 

@@ -346,6 +346,9 @@ class _BlockReader:
                 self._add_state(owner, kind, nbytes_of(node))
                 if kind == "parameters":
                     self._read(node)
+                    if "expert" in self.program.storage[node.meta["name"]].axes:
+                        self._add_state(owner, "split_parameters", nbytes_of(node))
+                        self._add_state(owner, "split_gradients", self._nbytes_of_gradient(node))
         roots = self._roots
         for node in self.graph.nodes:
             into_update = any(u.meta.get("region") == "update" for u in node.users)

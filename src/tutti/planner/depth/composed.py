@@ -66,7 +66,7 @@ class _Composition:
     def __init__(self, blocks: Blocks, layout: Layout, machine: PricedMachine, plays: bool) -> None:
         self.staged = StagedPieces(blocks, layout, machine)
         self.layout, self.machine, self.groups = layout, machine, self.staged.groups
-        self.ways, self.pipe, self.plays = self.staged.ways, self.staged.pipe, plays
+        self.pipe, self.plays = self.staged.pipe, plays
 
     def make(self) -> Estimate:
         timeline = self._played if self.pipe > 1 and self.plays else None
@@ -100,10 +100,10 @@ class _Composition:
             crossing = self._crossing_weights
             seconds += crossing
             kinds[MESSAGES] += crossing  # type: ignore[assignment]
-        update = max(p.update for p in ranks) / (self.ways if self.layout.zero else 1)
+        update = max(map(self._update, ranks))
         if self.layout.in_time:
             update += max(p.casting for p in ranks)
-        renewed = max(self._renewed(p) for p in ranks)
+        renewed = max(map(self.staged.renewed, ranks))
         kinds[COMPUTE] += computing + update  # type: ignore[assignment]
         kinds[COLLECTIVES] += renewed  # type: ignore[assignment]
         alone, share = seconds + update + renewed, self.machine.ranks_per_processor
@@ -136,13 +136,12 @@ class _Composition:
 
     def _busy(self, late: list[float]) -> float:
         """Seconds that a rank of the pipeline works, in the mean; `late`: of the sums of each rank."""
-        share = self.ways if self.layout.zero else 1
         return sum(
             self.layout.micro * (p.forward + p.backward)
             + self.staged.gathered(p)
             + summed
-            + p.update / share
-            + self._renewed(p)
+            + self._update(p)
+            + self.staged.renewed(p)
             for p, summed in zip(self.staged.rank_pieces, late, strict=True)
         ) / len(self.staged.rank_pieces)
 
@@ -163,11 +162,11 @@ class _Composition:
         lags = self.layout.zero == 0 and not last
         return played([*work, *backwards], lags=lags, one_link=self.staged.one_link)
 
-    def _renewed(self, piece: Piece) -> float:
-        """Seconds to gather the weights that each rank has updated a part of."""
-        if self.layout.zero not in (1, 2):
-            return 0.0
-        return self.staged.from_parts(piece.gradients, piece.num_sums)
+    def _update(self, piece: Piece) -> float:
+        """Seconds of the update of a piece."""
+        if not self.layout.zero:
+            return piece.update
+        return self.staged.part_of_gradients(piece, piece.update)
 
     @property
     def _pipeline(self) -> Layout:

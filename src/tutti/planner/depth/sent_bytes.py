@@ -28,12 +28,16 @@ def _collectives(staged: StagedPieces, piece: Piece) -> Iterator[tuple[str, floa
     yield "inside", micro * piece.sent
     yield "between", micro * piece.sent_across
     sums = micro if zero >= 2 else 1
-    gathered = piece.gradients if zero in (1, 2) else 0.0
-    if zero == 3:  # a pipeline gathers once
-        both = piece.read + staged.read_again(piece)
-        gathered = micro * both if staged.pipe == 1 else piece.read
     moved = [(one.axes, one.kind, sums * one.nbytes) for one in staged.sums(piece)]
-    for axes, kind, nbytes in (*moved, (staged.summing, "all_gather", gathered)):
+    if zero in (1, 2):
+        moved += [(axes, "all_gather", n) for axes, n in staged.renewed_parts(piece)]
+    elif zero == 3:
+        times = micro if staged.pipe == 1 else 1  # a pipeline gathers once
+        parts = staged.read_parts(piece)
+        if staged.pipe == 1:
+            parts = *parts, *staged.read_parts(piece, again=True)
+        moved += [(axes, "all_gather", times * n) for axes, n in parts]
+    for axes, kind, nbytes in moved:
         yield from zip(
             ("inside", "between"), sent_nbytes(kind, nbytes, staged.groups[axes]), strict=True
         )

@@ -23,7 +23,7 @@ class StagedMemory:
     def __init__(self, staged: StagedPieces, timeline: Timeline | None) -> None:
         self.staged, self.timeline = staged, timeline
         self.layout, self.blocks, self.machine = staged.layout, staged.blocks, staged.machine
-        self.ways, self.pipe = staged.ways, staged.pipe
+        self.pipe = staged.pipe
 
     def _live(self, rank: int) -> float:
         """Micro-batches that a rank holds at most, of all its stages, which are not interleaved."""
@@ -62,12 +62,14 @@ class StagedMemory:
 
     def peak(self, rank: int) -> float:
         """The peak of a pipeline rank, in bytes."""
-        zero, ways, micro = self.layout.zero, self.ways, self.layout.micro
-        piece = self.staged.rank_pieces[rank]
-        parameters = piece.parameters / (ways if zero == 3 else 1)
-        state = self.blocks.batch + parameters + piece.slots / (ways if zero else 1)
+        zero, micro = self.layout.zero, self.layout.micro
+        piece, part = self.staged.rank_pieces[rank], self.staged.part_of_gradients
+        parameters, slots = piece.parameters, part(piece, piece.slots) if zero else piece.slots
+        if zero == 3:
+            parameters = self.staged.part_of_weights(piece, parameters)
+        state = self.blocks.batch + parameters + slots
         splits = zero >= GRADIENTS_FROM or (zero == 1 and micro == 1)
-        gradients = piece.gradients / (ways if splits else 1)
+        gradients = part(piece, piece.gradients) if splits else piece.gradients
         gradients += sum(one.back for one in self.staged.tied if one.later == rank)
         summed = gradients if self.layout.in_time else 0.0
         stages = [
@@ -77,7 +79,7 @@ class StagedMemory:
         cast = piece.cast if self.staged.shares_casts else 0.0
         above = max(self._above(stage, splits) for stage in stages)
         ends = gradients + moved
-        if zero in (1, 2) and ways > 1 and not self.machine.shares_memory:
+        if zero in (1, 2) and not self.machine.shares_memory:
             ends = max(ends, piece.gradients)  # new weights beside the old ones
         return state + max(cast + self._kept(rank) + summed + above, ends)
 
@@ -111,7 +113,8 @@ class StagedMemory:
                 within = self._beside_buckets(p, later)
             most = max(most, kept - left + cast + gradients + within + gathered)
             if not in_time:
-                gradients += p.gradients / (self.ways if splits else 1)
+                own = p.gradients
+                gradients += self.staged.part_of_gradients(p, own) if splits else own
         return most
 
     def _beside_buckets(self, piece: Piece, later: float) -> float:

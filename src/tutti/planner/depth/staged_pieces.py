@@ -5,7 +5,7 @@
     segments    |---------|-----------|-----------|         of `remat=full`: the backward makes each again
 
 The times and the bytes of a stage are those of its pieces with what the layout adds: recomputation, sums over
-micro-batches, gathers of weights and sums of gradients over `data` and `seq`.
+micro-batches, gathers of weights and sums of gradients over `data`, `seq` and `expert`.
 """
 
 from __future__ import annotations
@@ -51,11 +51,17 @@ class GradientSum(NamedTuple):
     num_buckets: float
 
 
+# Axes, and bytes of weights that ranks along them have parts of.
+Parts = tuple[tuple[tuple[str, ...], float], ...]
+
+
 class StagedPieces:
     """The pieces of `blocks` under a layout.
 
     cut: of each stage. begins: the number of the first piece of each. stage_pieces, rank_pieces: the sum of
     each stage and of each pipeline rank. bucket_nbytes: the most bytes of a bucket of gradients or weights.
+    ways: the parts of state under `zero`, but for weights that `expert` splits. summing_split: the axes over
+    which gradients of these add up.
     """
 
     def __init__(self, blocks: Blocks, layout: Layout, machine: PricedMachine) -> None:
@@ -65,6 +71,7 @@ class StagedPieces:
         self.groups = RankGroups(layout.mesh, machine.topology.host_size)
         self._over: dict[tuple[tuple[str, ...], str, float, float], float] = {}
         self.ways = layout.zero_ways
+        self.summing_split = tuple(a for a in layout.zero_axes if a != "expert")
         self.pipe = layout.axes.get("pipe", 1)
         # Weights in the dtype of the forward: micro-batches share them; a budget drops them first.
         self.shares_casts = layout.in_time and layout.zero < 3
@@ -87,18 +94,32 @@ class StagedPieces:
         Casts of parts of weights come before their gathers. Micro-batches share casts, which are then no part
         of `forward`.
         """
-        zero, split = self.layout.zero, self.ways
-        casting = piece.casting / (split if zero == 3 else 1)
+        zero = self.layout.zero
+        casting = self.part_of_weights(piece, piece.casting) if zero == 3 else piece.casting
         each = 0.0 if self.layout.in_time else casting
         adding = 0.0
         if self.layout.micro > 1:
-            adding = piece.adding / (split if zero >= GRADIENTS_FROM else 1)
+            splits = zero >= GRADIENTS_FROM
+            adding = self.part_of_gradients(piece, piece.adding) if splits else piece.adding
         return replace(
             piece,
             forward=piece.forward - piece.casting + each,
             backward=piece.backward + adding,
             casting=casting,
         )
+
+    def part_of_weights(self, piece: Piece, amount: float) -> float:
+        """A rank's part of an amount that belongs to the weights of a piece, if `zero` shards it."""
+        return self._part(amount, piece.split_parameters, piece.parameters)
+
+    def part_of_gradients(self, piece: Piece, amount: float) -> float:
+        """A rank's part of an amount that belongs to the gradients of a piece, if `zero` shards it."""
+        return self._part(amount, piece.split_gradients, piece.gradients)
+
+    def _part(self, amount: float, split: float, whole: float) -> float:
+        """`split` of `whole` are bytes of weights that `expert` splits."""
+        own = amount * split / whole if split else 0.0
+        return (amount - own) / self.ways + own / self.groups[self.summing_split].size
 
     def backwards(self, stage: int, *, last: bool = False) -> list[PieceWork]:
         """The backward of each piece of a stage, from the last to the first, with sums after each if each
@@ -118,13 +139,13 @@ class StagedPieces:
     @cached_property
     def summing(self) -> tuple[str, ...]:
         """The axes over which most gradients add up at once, and `zero` shards state; some gradients add up
-        over `data` alone."""
+        over fewer."""
         return self.layout.zero_axes
 
     @property
     def sums_any(self) -> bool:
         """Whether ranks sum gradients."""
-        return self.groups[*self.summing, "expert"].size > 1
+        return self.groups[self.summing].size > 1
 
     @property
     def sums_beside(self) -> bool:
@@ -172,13 +193,33 @@ class StagedPieces:
         """Seconds to gather the weights of a piece from all parts, in the dtypes of the forward."""
         if self.layout.zero < 3:
             return 0.0
-        if not again:
-            return self.from_parts(piece.read, piece.num_gathers)
-        return self.from_parts(self.read_again(piece), self.num_again(piece))
+        count = self.num_again(piece) if again else piece.num_gathers
+        return self._from_parts(self.read_parts(piece, again=again), count)
 
-    def from_parts(self, nbytes: float, count: float) -> float:
-        """Seconds to gather so many bytes of weights in so many buckets."""
-        return self.over(self.summing, "all_gather", nbytes, count)
+    def renewed(self, piece: Piece) -> float:
+        """Seconds to gather the weights that each rank has updated a part of."""
+        if self.layout.zero not in (1, 2):
+            return 0.0
+        return self._from_parts(self.renewed_parts(piece), piece.num_sums)
+
+    def _from_parts(self, parts: Parts, count: float) -> float:
+        """Seconds to gather these bytes in so many buckets."""
+        whole = sum(nbytes for _, nbytes in parts)
+        return sum(self.over(axes, "all_gather", n, count * n / whole) for axes, n in parts if n)
+
+    def read_parts(self, piece: Piece, *, again: bool = False) -> Parts:
+        """Bytes of weights that the forward of a piece reads, or the backward, and the axes that have the
+        parts. The backward reads all weights that `expert` splits."""
+        split = piece.read * piece.split_parameters / piece.parameters if piece.read else 0.0
+        whole = self.read_again(piece) if again else piece.read
+        return self._parts(whole, min(split, whole))
+
+    def renewed_parts(self, piece: Piece) -> Parts:
+        """Bytes of weights of a piece that are updated, and the axes that have the parts."""
+        return self._parts(piece.gradients, piece.split_gradients)
+
+    def _parts(self, whole: float, split: float) -> Parts:
+        return (self.summing, whole - split), (self.summing_split, split)
 
     def read_again(self, piece: Piece) -> float:
         """Bytes of the weights that the backward reads, with those of a second forward."""
@@ -205,23 +246,28 @@ class StagedPieces:
 
     def sums(self, piece: Piece) -> Iterator[GradientSum]:
         """The sums of the gradients of a piece: over `data`, of most over `seq` with it, and of weights that
-        are not of experts over `expert`; of parts, if the sums before leave these."""
-        whole = piece.gradients
+        `expert` does not split over it, too; of parts, if the ranks of an axis have the same values."""
+        whole, expert = piece.gradients, self.groups["expert",].size
+        others = whole - piece.split_gradients
+        every = min(piece.over_expert, others)
         joint = min(piece.over_seq, whole) if "seq" in self.summing else whole
-        every = min(piece.over_expert, joint)
+        joint_others = min(joint, others)
+        kind = "reduce_scatter" if self.layout.zero else "all_reduce"
+        fewer = tuple(a for a in self.summing if a != "seq")
 
-        def one(axes: tuple[str, ...], kind: str, nbytes: float, of: float = 1.0) -> GradientSum:
+        def one(axes: tuple[str, ...], nbytes: float, of: float = 1.0) -> GradientSum:
             share = nbytes / whole if nbytes else 0.0
             return GradientSum(axes, kind, nbytes / of, share * piece.num_sums)
 
-        if self.layout.zero:
-            yield one(self.summing, "reduce_scatter", joint)
-            yield one(("expert",), "all_reduce", every, self.ways)
-            yield one(("data",), "reduce_scatter", whole - joint)
-        else:
-            yield one((*self.summing, "expert"), "all_reduce", every)
-            yield one(self.summing, "all_reduce", joint - every)
-            yield one(("data",), "all_reduce", whole - joint)
+        both = min(every, joint_others)
+        yield one(self.summing, both)
+        yield one(fewer, every - both)
+        alone = others - every  # the ranks of `expert` have the same
+        both, parts = min(alone, joint_others - both), expert if self.layout.zero else 1
+        yield one(self.summing_split, both, parts)
+        yield one(("data",), alone - both, parts)
+        yield one(self.summing_split, joint - joint_others)
+        yield one(("data",), piece.split_gradients - (joint - joint_others))
 
     def over(self, axes: tuple[str, ...], kind: str, nbytes: float, count: float) -> float:
         """Seconds of collectives over `axes`: so many bytes in so many buckets."""

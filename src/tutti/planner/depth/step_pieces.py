@@ -31,8 +31,9 @@ class Piece:
     kept: bytes of a micro-batch from forward to backward. delayed: those that gradients of weights read.
     cast: bytes of weights in the dtype of the forward, for all micro-batches. parameters, slots: bytes of
     state; slots with buffers. gradients: bytes that the update reads; over_seq, over_expert: those of them
-    that add up over `seq` and `expert`, too. sent, sent_across: bytes over the model's axes,
-    within a host and to others.
+    that add up over `seq` and `expert`, too. split_parameters, split_gradients: bytes of weights that
+    `expert` splits, and of their gradients. sent, sent_across: bytes over the model's axes, within a host
+    and to others.
     once: bytes of results of collectives in the forward, which no backward recomputes. moved_again: seconds
     of the others in the forward. inputs: the part of `backward` on which an earlier piece depends.
     read: bytes of weights in the dtypes in which the forward reads them; `read_again` of those that the
@@ -59,6 +60,8 @@ class Piece:
     gradients: float = 0.0
     over_seq: float = 0.0
     over_expert: float = 0.0
+    split_parameters: float = 0.0
+    split_gradients: float = 0.0
     sent: float = 0.0
     sent_across: float = 0.0
     once: float = 0.0

@@ -1,7 +1,7 @@
 """The cost of one placement under a layout, from its counted program.
 
 seconds  =  kernels and collectives of forward and backward, on a rank's part of the batch
-          + sums of gradients over `data` that nothing runs beside
+          + sums of gradients over the axes of the batch that nothing runs beside
           + the update's reads and writes of the state
 """
 
@@ -81,14 +81,15 @@ class Costing:
     def _cost(self, made: CountedProgram) -> PlacedCost:
         collectives = sum(n * self.yardstick.collective(c, self.share) for c, n in made.calls)
         computing = self.share * made.kernel_seconds
-        local = self._local_nbytes(made)
+        local, split = self._local_nbytes(made), self._split_over_expert(made)
+        parts = self._parts(local, split)
         return PlacedCost(
             seconds=computing
             + collectives
-            + self._update_seconds(local)
-            + self._summing(local, computing),
+            + self._update_seconds(parts if self.layout.zero else local)
+            + self._summing(local, split, computing),
             sent_nbytes=sum(n * self.share * self.yardstick.sent(c) for c, n in made.calls),
-            memory_nbytes=self._state_nbytes(local) + self.share * made.kept_nbytes,
+            memory_nbytes=self._state_nbytes(local, parts) + self.share * made.kept_nbytes,
             shardings={n: s for n, s in made.shardings.items() if s.axes},
             counts=made.counts,
             gathered=made.gathered,
@@ -104,33 +105,43 @@ class Costing:
             found |= {m: self.times[m] * self.weights[m].nbytes / ways for m in members}
         return found
 
-    def _update_seconds(self, local: Mapping[str, float]) -> float:
-        """Seconds of the update's reads and writes."""
-        read = sum((3 + 2 * self._slots(name)) * n for name, n in local.items())
-        return self.yardstick.memory(read / (self.layout.zero_ways if self.layout.zero else 1))
+    def _split_over_expert(self, made: CountedProgram) -> set[str]:
+        """The parameters of the whole step that `expert` splits; `zero` shards them over other axes."""
+        split = (n for n, sharding in made.shardings.items() if "expert" in sharding.axes)
+        return {member for name in split for member in self.step.members[name]}
 
-    def _summing(self, local: Mapping[str, float], computing: float) -> float:
+    def _parts(self, local: Mapping[str, float], split: set[str]) -> dict[str, float]:
+        """The bytes of a rank's part of each parameter, if `zero` shards it."""
+        ways, experts = self.layout.zero_ways, self.layout.axes.get("expert", 1)
+        return {m: n * (experts if m in split else 1) / ways for m, n in local.items()}
+
+    def _update_seconds(self, nbytes: Mapping[str, float]) -> float:
+        """Seconds of the update's reads and writes."""
+        read = sum((3 + 2 * self._slots(name)) * n for name, n in nbytes.items())
+        return self.yardstick.memory(read)
+
+    def _summing(self, local: Mapping[str, float], split: set[str], computing: float) -> float:
         """Seconds of sums of gradients over the axes of the batch: after the last micro-batch, or beside the
         backward."""
         axes = self.layout.zero_axes
-        if not axes:
-            return 0.0
-        call = CollectiveCall(NO_NODE, "all_reduce", int(sum(local.values())), axes)
-        seconds = self.yardstick.collective(call)
+        fewer = tuple(a for a in axes if a != "expert")
+        of_experts = sum(n for m, n in local.items() if m in split)
+        seconds = 0.0
+        for over, nbytes in ((axes, sum(local.values()) - of_experts), (fewer, of_experts)):
+            if over and nbytes:
+                call = CollectiveCall(NO_NODE, "all_reduce", int(nbytes), over)
+                seconds += self.yardstick.collective(call)
         if self.layout.micro > 1 and self.layout.zero < 2:
             return seconds
         hidden = min(self.layout.micro * seconds, _BACKWARD * computing)
         return self.layout.micro * seconds - hidden + hidden * (1 - 1 / OVERLAP_SLOWDOWN)
 
-    def _state_nbytes(self, local: Mapping[str, float]) -> float:
-        ways, zero = self.layout.zero_ways, self.layout.zero
-        weights = sum(local.values())
-        slots = sum(self._slots(name) * n for name, n in local.items())
-        return (
-            weights / (ways if zero >= 3 else 1)
-            + weights / (ways if zero >= 1 else 1)
-            + slots / (ways if zero >= 1 else 1)
-        )
+    def _state_nbytes(self, local: Mapping[str, float], parts: Mapping[str, float]) -> float:
+        """Bytes of weights, gradients and slots."""
+        zero = self.layout.zero
+        weights, of_slots = parts if zero >= 3 else local, parts if zero >= 1 else local
+        slots = sum((1 + self._slots(name)) * n for name, n in of_slots.items())
+        return sum(weights.values()) + slots
 
     def _slots(self, name: str) -> float:
         """Bytes of its slots for each byte of a parameter."""

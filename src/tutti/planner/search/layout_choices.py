@@ -1,7 +1,7 @@
 """The layouts to compare for a number of ranks.
 
     ranks      every product of axes that gives the number: data, tensor, seq, expert, pipe
-    zero       0 to 3, with data or seq; 2 differs from 1 only with micro-batches
+    zero       0 to 3, with data, seq or expert; 2 differs from 1 only with micro-batches
     micro      divisors of the rows of a data rank, each about twice the one before, up to one row each; at
                least one for each pipeline rank. `expert` splits the rows, too, if it divides them
     schedule   1f1b, zb, interleaved(2), with pipe
@@ -22,7 +22,7 @@ from itertools import product
 
 from tutti.errors import PlanError
 from tutti.layout import Layout
-from tutti.layout.layout import AXES
+from tutti.layout.layout import AXES, ZERO_AXES
 
 SCHEDULES = ("", "zb", "interleaved(2)")
 # Micro-batches of a pipeline beyond this many for each rank gain little: a bubble of a ninth.
@@ -84,7 +84,7 @@ class Space:
                     continue
                 if "seq" not in own.axes and not self._needs_seq(axes, micro, "micro" in words):
                     continue
-                split = data * axes.get("seq", 1)
+                split = math.prod(axes.get(a, 1) for a in ZERO_AXES)
                 for zero in [own.zero] if "zero" in words else _zeros(split, micro):
                     if zero and split == 1:
                         continue
