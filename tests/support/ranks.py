@@ -47,10 +47,9 @@ class Ranks:
             self._original = Original(self._timeout_seconds)
         try:
             return self._original.run(n, function, args)
-        except RankFailed:
+        finally:
             if not self._original.lives:
                 self._original = None
-            raise
 
     def _here(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """As the process of which ranks would be copies."""
@@ -64,7 +63,9 @@ class Ranks:
             self._pools[n] = Pool(n, self._timeout_seconds)
         try:
             return self._pools[n].run(function, args)
-        except RankFailed:
+        except (
+            BaseException
+        ):  # of a test's timeout, too: the next call would get this one's answers
             self._pools.pop(n).close()
             raise
 
