@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from mixtures import arguments
 from tutti.graph.analysis.aliases import viewed
 from tutti.graph.analysis.draws import is_draw
 from tutti.graph.ops import collectives
@@ -159,3 +160,13 @@ def test_a_wait_for_the_processor_does_not_count() -> None:
     turn.meta["val"] = torch.ones(8)
     graph.output(turn)
     assert TimedKernels(1, 1)(graph)[turn] < 0.5 * _TURN
+
+
+@pytest.mark.parametrize("layout", ["expert=2", "expert=4", "data=2 expert=2 zero=3"])
+@pytest.mark.parametrize("name", ["Mixtral", "DeepSeek-V3"])
+def test_every_op_of_a_mixture_runs(name: str, layout: str) -> None:
+    """Random values send rows to other experts than the ranks would have agreed on."""
+    step, model, optimizer, batch = arguments(name)
+    made = CandidatePrograms(Job.of(step, model, optimizer, Layout()), batch)
+    for graph in graphs(made.program(Layout.parse(layout))):
+        assert all(seconds >= 0 for seconds in TimedKernels(1, 1)(graph).values())

@@ -29,6 +29,7 @@ from tutti.execution.direct import direct
 from tutti.graph.analysis.draws import is_draw
 from tutti.graph.analysis.liveness import last_uses
 from tutti.graph.ops import collectives
+from tutti.graph.ops.expert_rows import for_random_values
 from tutti.graph.ops.loop import loop
 from tutti.graph.randomness.draw import drawn
 from tutti.graph.randomness.random import RandomBlock
@@ -112,7 +113,7 @@ class _GraphRun:
         """Run every op; its seconds by node."""
         values, seconds, now = dict(self.given), dict[fx.Node, float](), self.now
         for node, function, before, gone in self.steps:
-            args = fx.map_arg(node.args, values.__getitem__)
+            args = fx.map_arg(for_random_values(node), values.__getitem__)
             kwargs = fx.map_arg(node.kwargs, values.__getitem__)
             begin = now()
             made = function(*before, *args, **kwargs)

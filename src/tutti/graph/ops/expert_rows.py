@@ -40,9 +40,10 @@ dropped).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 _LIBRARY = torch.library.Library("tutti", "FRAGMENT")
 _LIBRARY.define(
@@ -215,6 +216,30 @@ def _fake_filled(
 def filled(room: int, share: int) -> int:
     """The slots of a block that are filled, of `room`, if one of `share` is."""
     return -(-room // share)
+
+
+def for_random_values(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments of an op, for a run on values that are not those of a step.
+
+    Rows may all go to one group: a block has all of its slots. An expert that is alone in its group gets all
+    rows. Nodes are arguments whose values are as they are.
+    """
+    args: list[Any] = list(node.args)
+    if node.target is cut_slots:
+        args[1] = torch.tensor(args[0].meta["val"].shape[_ROOM])
+    elif node.target is to_filled:
+        args[5] = torch.tensor(args[4])
+    elif node.target is from_experts:
+        slots = args[0].meta["val"]
+        room = args[1].meta["val"].numel() // max(1, slots.shape[1])
+        if slots.shape[_ROOM] < room:
+            args[0] = torch.zeros(_with_width(slots.shape, room), dtype=slots.dtype)
+    elif node.target in PRODUCTS:
+        experts, groups = args[2].meta["val"], args[-2]
+        of_weight = args[3] if node.target is expert_outer else args[1].meta["val"].shape
+        if of_weight[0] == groups:
+            args[2] = torch.zeros(tuple(experts.shape), dtype=experts.dtype)
+    return tuple(args)
 
 
 def _with_width(shape: Sequence[int], width: int) -> tuple[int, ...]:
