@@ -24,6 +24,7 @@ from torch import Tensor, fx
 
 from tutti.costs.collective_seconds import collective_seconds, sent_nbytes
 from tutti.costs.graph_seconds import collective_call
+from tutti.costs.kernel_seconds import LAUNCHES
 from tutti.costs.rank_groups import RankGroups
 from tutti.graph.analysis.aliases import aliased, roots_of
 from tutti.graph.analysis.cost import nbytes_of
@@ -33,11 +34,13 @@ from tutti.graph.analysis.state import is_state
 from tutti.graph.analysis.storage import Storages
 from tutti.graph.edits.edit import RECOMPUTED
 from tutti.graph.ops import collectives
+from tutti.graph.ops.fused_updates import KERNELS
 from tutti.partition.partition import Program
 from tutti.passes.bucket import BUCKET_NBYTES, LARGE_BUCKET_NBYTES, SPAN, bucket_shares
 from tutti.passes.pass_table import optimized
 from tutti.passes.recompute import is_recomputable
 from tutti.passes.target import Target
+from tutti.pipeline.micro_batches.moments import is_linear
 from tutti.pipeline.stages.convolution_halves import convolutions_in_halves
 from tutti.planner.depth.dropped_values import Drop, drops_of
 from tutti.planner.depth.module_units import ModuleUnits
@@ -48,6 +51,7 @@ from tutti.planner.estimates.priced_machine import PricedKernels, PricedMachine
 
 # Passes that join ops of several layers, which would belong to no piece.
 _JOINS = ("foreach", "bucket", "early_update", "fused_update", "overlap")
+_FUSED = {target for k in KERNELS for target in (k.op, k.overwriting, k.overwrite)}
 # Sums of the gradients of a tied weight.
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 # Axes beside `data` that split the batch, and the bytes of gradients that add up over each.
@@ -190,8 +194,12 @@ class _BlockReader:
                     self._add(node, limits[node], kernels[node])
                 if region == "forward" and node not in self._of_batch:
                     self._add(node, "casting", kernels[node])
+                    self._add(node, "cast_launches", self.machine.launch_seconds)
             elif node in kernels and region == "update":
-                self._add(node, "update", _moved_nbytes(node) / memory)
+                seconds = _moved_nbytes(node) / memory
+                self._add(node, "update", seconds)
+                if limits.get(node) == LAUNCHES and not _is_joined(node):
+                    self._add(node, "update_launches", max(0.0, kernels[node] - seconds))
             elif region is not None:
                 self._exchange(node, region)
 
@@ -208,9 +216,16 @@ class _BlockReader:
             return
         seconds = collective_seconds(call.kind, call.nbytes, group, self.machine.topology)
         seconds += self.machine.launch_seconds
+        within, across = sent_nbytes(call.kind, call.nbytes, group)
         if region == "update":  # of a gradient
             self._add(node, "update", seconds)
+            self._add(node, "late_sent", within)
+            self._add(node, "late_across", across)
             return
+        if region == "backward" and node.target in collectives.REDUCTIONS and _ends_in_update(node):
+            self._add(node, "joint", seconds)
+            self._add(node, "joint_sent", within)
+            self._add(node, "joint_across", across)
         self.exchanged[node] = seconds
         self._spend(node, region, seconds)
         self._add(node, "exchange", seconds)
@@ -220,7 +235,6 @@ class _BlockReader:
             self._add(node, "moved_again", seconds)
         elif region == "forward":
             self._add(node, "once", nbytes_of(node))
-        within, across = sent_nbytes(call.kind, call.nbytes, group)
         self._add(node, "sent", within)
         self._add(node, "sent_across", across)
 
@@ -346,7 +360,7 @@ class _BlockReader:
                 self._add_state(owner, kind, nbytes_of(node))
                 if kind == "parameters":
                     self._read(node)
-                    if "expert" in self.program.storage[node.meta["name"]].axes:
+                    if self._is_split(node):
                         self._add_state(owner, "split_parameters", nbytes_of(node))
                         self._add_state(owner, "split_gradients", self._nbytes_of_gradient(node))
         roots = self._roots
@@ -360,6 +374,13 @@ class _BlockReader:
                 # A read of the sum, or a kernel of its own.
                 passes = 1 if self._is_added(root) else 3
                 self._add(node, "adding", passes * nbytes_of(node) / self._memory_rate)
+                self._add(node, "add_launches", self.machine.launch_seconds)
+                if passes > 1:
+                    self._add(node, "apart_launches", self.machine.launch_seconds)
+
+    def _is_split(self, weight: fx.Node) -> bool:
+        """Whether `expert` splits a weight."""
+        return "expert" in self.program.storage[weight.meta["name"]].axes
 
     def _add_moved(self, node: fx.Node, what: str, nbytes: int) -> None:
         """Bytes of a weight or a gradient that a collective over `data` moves."""
@@ -430,6 +451,8 @@ class _BlockReader:
             is_cast = all(u.target is torch.ops.aten._to_copy.default for u in readers)
             nbytes = nbytes_of(readers[-1] if is_cast else weight)
             self._add_moved(readers[0], "read", nbytes)
+            if self._is_split(weight):
+                self._add(readers[0], "split_read", nbytes)
             again = self._read_late(weight)
             if again:
                 self._add_moved(readers[-1], "read_again", again)
@@ -653,10 +676,23 @@ class _BlockReader:
 
 
 def _moved_to_update(gradient: fx.Node) -> int:
-    """Bytes of a gradient as the update reads it: of what a collective makes of it."""
+    """Bytes of a gradient where ranks add it up: before a collective for the update, or behind it."""
     (user, *others) = (u for u in gradient.users if u.meta.get("region") == "update")
     moved = not others and user.target in collectives.COLLECTIVES
-    return nbytes_of(user if moved else gradient)
+    return min(nbytes_of(gradient), nbytes_of(user)) if moved else nbytes_of(gradient)
+
+
+def _ends_in_update(reduction: fx.Node) -> bool:
+    """Whether only a gradient's sum reads it, so that a sum over micro-batches may come first."""
+    stack = [reduction]
+    for node in stack:
+        for user in node.users:
+            if user.meta.get("region") == "update":
+                continue
+            if user.target not in _SUMS and not is_linear(user):
+                return False
+            stack.append(user)
+    return True
 
 
 def _made(node: fx.Node) -> fx.Node:
@@ -683,6 +719,12 @@ def _joint(operands: Sequence[tuple[fx.Node, str]]) -> str:
 def _numel(node: fx.Node) -> int:
     val = node.meta.get("val")
     return val.numel() if isinstance(val, Tensor) else 1
+
+
+def _is_joined(node: fx.Node) -> bool:
+    """Whether `_JOINS` have one kernel for all layers: fused updates, and counts of steps."""
+    counts = _numel(node) == 1 and all(x.op == "placeholder" for x in node.all_input_nodes)
+    return counts or node.target in _FUSED
 
 
 def _moved_nbytes(node: fx.Node) -> int:

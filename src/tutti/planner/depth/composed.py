@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import cached_property, lru_cache
 
-from tutti.costs.kernel_seconds import MEMORY
+from tutti.costs.kernel_seconds import LAUNCHES, MEMORY
 from tutti.errors import LayoutError
 from tutti.layout import Layout
 from tutti.layout.budget import Budget
@@ -112,7 +112,8 @@ class _Composition:
         else:  # all work must find room on the processors
             shared = max(alone, share * (alone if self.pipe == 1 else self._busy(late)))
         kinds[SHARED] += shared - alone  # type: ignore[assignment]
-        limits = self._limits(busiest, computing, update)
+        launching = max(p.update_launches for p in ranks)
+        limits = self._limits(busiest, computing, update - launching, launching)
         memory = StagedMemory(self.staged, timeline)
         return Estimate(
             layout=self.layout,
@@ -125,14 +126,16 @@ class _Composition:
             limits=kinds_of(limits),
         )
 
-    def _limits(self, busiest: Piece, computing: float, update: float) -> dict[str, float]:
+    def _limits(
+        self, busiest: Piece, computing: float, update: float, launching: float
+    ) -> dict[str, float]:
         """Seconds of compute by what they are for. A second forward is like the first; an update is for
-        memory."""
+        memory, and for its launches."""
         known = sum(busiest.limits.values())
         if not known:
             return {}
         found = {limit: computing * x / known for limit, x in busiest.limits.items()}
-        return found | {MEMORY: found[MEMORY] + update}
+        return found | {MEMORY: found[MEMORY] + update, LAUNCHES: found[LAUNCHES] + launching}
 
     def _busy(self, late: list[float]) -> float:
         """Seconds that a rank of the pipeline works, in the mean; `late`: of the sums of each rank."""
@@ -164,9 +167,10 @@ class _Composition:
 
     def _update(self, piece: Piece) -> float:
         """Seconds of the update of a piece."""
-        if not self.layout.zero:
-            return piece.update
-        return self.staged.part_of_gradients(piece, piece.update)
+        seconds = piece.update
+        if self.layout.zero:
+            seconds = self.staged.part_of_gradients(piece, seconds)
+        return seconds + piece.update_launches
 
     @property
     def _pipeline(self) -> Layout:

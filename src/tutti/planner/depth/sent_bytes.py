@@ -25,8 +25,9 @@ def most_sent(staged: StagedPieces) -> dict[str, int]:
 def _collectives(staged: StagedPieces, piece: Piece) -> Iterator[tuple[str, float]]:
     """Bytes by link: of the model's axes in each micro-batch, of gradients, and of weights."""
     micro, zero = staged.layout.micro, staged.layout.zero
-    yield "inside", micro * piece.sent
-    yield "between", micro * piece.sent_across
+    part = staged.part_of_gradients if zero else lambda _, nbytes: nbytes
+    yield "inside", micro * piece.sent + part(piece, piece.late_sent)
+    yield "between", micro * piece.sent_across + part(piece, piece.late_across)
     sums = micro if zero >= 2 else 1
     moved = [(one.axes, one.kind, sums * one.nbytes) for one in staged.sums(piece)]
     if zero in (1, 2):

@@ -95,17 +95,34 @@ class StagedPieces:
         of `forward`.
         """
         zero = self.layout.zero
-        casting = self.part_of_weights(piece, piece.casting) if zero == 3 else piece.casting
+        casting, adding = piece.casting, 0.0
+        if zero == 3:
+            casting = max(self.part_of_weights(piece, casting), piece.cast_launches)
         each = 0.0 if self.layout.in_time else casting
-        adding = 0.0
         if self.layout.micro > 1:
-            splits = zero >= GRADIENTS_FROM
-            adding = self.part_of_gradients(piece, piece.adding) if splits else piece.adding
+            if zero >= GRADIENTS_FROM:
+                adding = max(self.part_of_gradients(piece, piece.adding), piece.add_launches)
+            else:
+                adding = max(piece.adding, piece.apart_launches)
+                piece = self._reduced_once(piece)
         return replace(
             piece,
             forward=piece.forward - piece.casting + each,
             backward=piece.backward + adding,
             casting=casting,
+        )
+
+    def _reduced_once(self, piece: Piece) -> Piece:
+        """A piece whose gradients are reduced over the model's axes behind the last micro-batch."""
+        return replace(
+            piece,
+            backward=piece.backward - piece.joint,
+            exchange=piece.exchange - piece.joint,
+            update=piece.update + piece.joint,
+            sent=piece.sent - piece.joint_sent,
+            sent_across=piece.sent_across - piece.joint_across,
+            late_sent=piece.late_sent + piece.joint_sent,
+            late_across=piece.late_across + piece.joint_across,
         )
 
     def part_of_weights(self, piece: Piece, amount: float) -> float:
@@ -210,9 +227,8 @@ class StagedPieces:
     def read_parts(self, piece: Piece, *, again: bool = False) -> Parts:
         """Bytes of weights that the forward of a piece reads, or the backward, and the axes that have the
         parts. The backward reads all weights that `expert` splits."""
-        split = piece.read * piece.split_parameters / piece.parameters if piece.read else 0.0
         whole = self.read_again(piece) if again else piece.read
-        return self._parts(whole, min(split, whole))
+        return self._parts(whole, min(piece.split_read, whole))
 
     def renewed_parts(self, piece: Piece) -> Parts:
         """Bytes of weights of a piece that are updated, and the axes that have the parts."""

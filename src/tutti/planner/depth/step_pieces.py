@@ -27,13 +27,18 @@ class Piece:
     forward, backward: seconds of a micro-batch, collectives over the model's axes included; `exchange` is
     their part of collectives, `ahead` that of the forward. arithmetic, memory, launches: what the seconds of
     kernels are for, as `limits` of an `Estimate`. casting: seconds of the forward on weights alone.
-    adding: seconds to add gradients to the sums of earlier micro-batches. update: seconds.
+    adding: seconds to add gradients to the sums of earlier micro-batches. cast_launches, add_launches: the
+    launches of both, which they take at least; apart_launches of those that no matmul does beside its work.
+    update: seconds of its bytes; update_launches: more seconds,
+    of its kernels that last no longer than their launch.
     kept: bytes of a micro-batch from forward to backward. delayed: those that gradients of weights read.
     cast: bytes of weights in the dtype of the forward, for all micro-batches. parameters, slots: bytes of
     state; slots with buffers. gradients: bytes that the update reads; over_seq, over_expert: those of them
-    that add up over `seq` and `expert`, too. split_parameters, split_gradients: bytes of weights that
-    `expert` splits, and of their gradients. sent, sent_across: bytes over the model's axes, within a host
-    and to others.
+    that add up over `seq` and `expert`, too. split_parameters, split_gradients, split_read: the parts of
+    `parameters`, `gradients` and `read` of weights that `expert` splits. sent, sent_across: bytes over the
+    model's axes, within a host and to others. joint, joint_sent, joint_across: the parts of `exchange` and of
+    these bytes that reduce gradients, which micro-batches add up first. late_sent, late_across: more bytes,
+    of gradients on their way to the update.
     once: bytes of results of collectives in the forward, which no backward recomputes. moved_again: seconds
     of the others in the forward. inputs: the part of `backward` on which an earlier piece depends.
     read: bytes of weights in the dtypes in which the forward reads them; `read_again` of those that the
@@ -52,7 +57,11 @@ class Piece:
     launches: float = 0.0
     casting: float = 0.0
     adding: float = 0.0
+    cast_launches: float = 0.0
+    add_launches: float = 0.0
+    apart_launches: float = 0.0
     update: float = 0.0
+    update_launches: float = 0.0
     kept: float = 0.0
     cast: float = 0.0
     parameters: float = 0.0
@@ -62,8 +71,14 @@ class Piece:
     over_expert: float = 0.0
     split_parameters: float = 0.0
     split_gradients: float = 0.0
+    split_read: float = 0.0
     sent: float = 0.0
     sent_across: float = 0.0
+    joint: float = 0.0
+    joint_sent: float = 0.0
+    joint_across: float = 0.0
+    late_sent: float = 0.0
+    late_across: float = 0.0
     once: float = 0.0
     moved_again: float = 0.0
     again: float = 0.0

@@ -1,0 +1,97 @@
+"""Deep models of small layers, whose kernels wait for launches, against the whole program of a layout."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from small_steps import trained
+from tutti.hardware.cluster import Cluster
+from tutti.job import Job
+from tutti.layout import Layout
+from tutti.planner.estimates.layout_estimate import Estimate, estimate
+from tutti.planner.estimates.priced_machine import PricedMachine
+from tutti.planning.candidate_programs import CandidatePrograms
+from tutti.planning.step_estimates import StepEstimates
+
+ROWS, TOKENS, LAYERS = 16, 256, 8
+
+
+@trained
+def step(model: Any, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, labels=ids).loss
+
+
+def clipped(model: Any, optimizer: Any, ids: Tensor) -> Tensor:
+    loss = model(input_ids=ids, labels=ids).loss
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach()
+
+
+def _bert() -> Any:
+    from transformers import BertConfig, BertForMaskedLM
+
+    dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}
+    config = BertConfig(num_hidden_layers=LAYERS, vocab_size=4096, **sizes, **dropouts)
+    return BertForMaskedLM(config)
+
+
+def _gpt2() -> Any:
+    """Heads and a vocabulary that 8 does not divide; the logits' weight is that of the embedding."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 384, "n_head": 12, "vocab_size": 50257, "n_positions": TOKENS}
+    drops = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id"), 0)
+    return GPT2LMHeadModel(GPT2Config(n_layer=LAYERS, use_cache=False, **sizes, **drops, **tokens))
+
+
+@cache
+def _estimates(name: str) -> StepEstimates:
+    with torch.device("meta"):
+        model = {"bert": _bert, "gpt2": _gpt2}[name]()
+    function = {"bert": step, "gpt2": clipped}[name]
+    job = Job.of(function, model, torch.optim.AdamW(model.parameters()), Layout())
+    batch = (torch.zeros(ROWS, TOKENS, dtype=torch.long),)
+    machine = PricedMachine.of(Cluster.parse("8 x h100"))
+    return StepEstimates(job, batch, lambda _: machine, num_layouts=100_000)
+
+
+def _both(name: str, layout: str) -> tuple[Estimate, Estimate]:
+    """The estimate composed of pieces, and that of the whole program."""
+    estimates, parsed = _estimates(name), Layout.parse(layout)
+    made = estimates.refined(parsed)
+    assert estimates.composes == "layers"
+    programs = CandidatePrograms(estimates.job, estimates.batch, on_processors=False)
+    return made, estimate(programs.program(parsed), estimates.machine(parsed))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("bert", "data=8 zero=3"),
+        ("bert", "data=8 micro=2"),
+        ("bert", "data=8 micro=2 zero=2"),
+        ("gpt2", "data=8"),
+        ("gpt2", "data=8 zero=1"),
+    ],
+)
+def test_launches_of_casts_sums_and_updates_count(name: str, layout: str) -> None:
+    made, expected = _both(name, layout)
+    assert made.seconds == pytest.approx(expected.seconds, rel=0.08)
+    assert made.nbytes == pytest.approx(expected.nbytes, rel=0.01)
+
+
+@pytest.mark.parametrize("layout", ["tensor=8", "tensor=8 micro=2"])
+def test_gradients_are_reduced_over_tensor_once(layout: str) -> None:
+    """Also where their weight is stored in other parts than the forward has of it."""
+    made, expected = _both("gpt2", layout)
+    assert made.nbytes == pytest.approx(expected.nbytes, rel=0.02)
