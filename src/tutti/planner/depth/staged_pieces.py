@@ -298,8 +298,9 @@ class StagedPieces:
         return self._over[known]
 
     def _filled(self, nbytes: float, count: float) -> float:
-        """A number of buckets, but no fewer than these bytes fill."""
-        return max(count, nbytes / self.bucket_nbytes)
+        """A number of buckets; where none was counted, as many as these bytes fill. One may be larger than
+        others: a tensor is in one bucket."""
+        return count or nbytes / self.bucket_nbytes
 
     def _recomputing(self, stage: int) -> list[Piece]:
         """The pieces of a stage; with `remat=full` the backward of all but the last segment has a forward."""
