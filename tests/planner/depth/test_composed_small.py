@@ -90,6 +90,14 @@ def test_launches_of_casts_sums_and_updates_count(name: str, layout: str) -> Non
     assert made.nbytes == pytest.approx(expected.nbytes, rel=0.01)
 
 
+@pytest.mark.parametrize("layout", ["tensor=4 remat=full", "tensor=8 remat=full"])
+def test_a_second_forward_sends_again(layout: str) -> None:
+    """Results of collectives that stay are not kept twice."""
+    made, expected = _both("gpt2", layout)
+    assert made.nbytes == pytest.approx(expected.nbytes, rel=0.02)
+    assert made.peak_nbytes == pytest.approx(expected.peak_nbytes, rel=0.1)
+
+
 @pytest.mark.parametrize("layout", ["tensor=8", "tensor=8 micro=2"])
 def test_gradients_are_reduced_over_tensor_once(layout: str) -> None:
     """Also where their weight is stored in other parts than the forward has of it."""

@@ -233,6 +233,8 @@ class _BlockReader:
             self._add(node, "ahead", seconds)
         if region == "forward" and is_recomputable(node):
             self._add(node, "moved_again", seconds)
+            self._add(node, "again_sent", within)
+            self._add(node, "again_across", across)
         elif region == "forward":
             self._add(node, "once", nbytes_of(node))
         self._add(node, "sent", within)

@@ -105,17 +105,28 @@ class StagedMemory:
         pieces, in_time = self.staged.cut[stage], self.layout.in_time
         left, gradients, later, most = self.staged.left(stage), 0.0, 0.0, 0.0
         held, casts = self.staged.held(stage), self._casts(stage)
-        rows = zip(pieces, held, casts, self._whole_weights(stage), strict=True)
-        for p, kept, cast, gathered in reversed(list(rows)):
+        rows = zip(pieces, held, casts, self._whole_weights(stage), self._tied(stage), strict=True)
+        for p, kept, cast, gathered, tied in reversed(list(rows)):
             within = p.passing if in_time else p.within
             later += p.gradients
             if splits:  # one bucket is on its way while another is made
                 within = self._beside_buckets(p, later)
-            most = max(most, kept - left + cast + gradients + within + gathered)
+            most = max(most, kept - left + cast + gradients + tied + within + gathered)
             if not in_time:
                 own = p.gradients
                 gradients += self.staged.part_of_gradients(p, own) if splits else own
         return most
+
+    def _tied(self, stage: int) -> list[float]:
+        """Bytes of gradients of tied weights in the backward of each piece: between both readers the later
+        one's part is there. Sums over micro-batches have a part of each reader."""
+        begin, count = self.staged.begins[stage], len(self.staged.cut[stage])
+        found = [0.0] * count
+        if not self.layout.in_time:
+            for tied in self.blocks.tied:
+                for i in range(max(begin, tied.first + 1), min(begin + count, tied.last)):
+                    found[i - begin] += tied.gradient
+        return found
 
     def _beside_buckets(self, piece: Piece, later: float) -> float:
         """The most bytes within a piece, with one bucket of gradients on its way while another is made.

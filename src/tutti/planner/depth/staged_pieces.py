@@ -329,6 +329,8 @@ class StagedPieces:
             backward=piece.backward + again,
             inputs=piece.inputs + again,
             exchange=piece.exchange + min(again, piece.moved_again),
+            sent=piece.sent + piece.again_sent,
+            sent_across=piece.sent_across + piece.again_across,
         )
 
     def _stage_piece(self, stage: int) -> Piece:
@@ -464,7 +466,10 @@ class StagedPieces:
 
     def held(self, stage: int) -> list[float]:
         """Bytes of values of a micro-batch from its forward in the backward of each piece: later ones are
-        gone, and those of its segment are made again."""
+        gone, and those of its segment are made again.
+
+        A collective's result that is kept is not kept again as a part of what crosses to the next segment.
+        """
         pieces, begins = self.cut[stage], self.segment_begins(stage)
         whole = list(accumulate(max(0.0, p.kept) for p in pieces))
         if self.segments is None:
@@ -472,7 +477,9 @@ class StagedPieces:
         found, kept, inside = [], 0.0, 0.0
         for i, (piece, most) in enumerate(zip(pieces, whole, strict=True), self.begins[stage]):
             if i in begins:
-                kept, inside = kept + (self.crossing(i - 1) if i else 0.0), 0.0
+                before = pieces[i - 1 - self.begins[stage]].once if i > self.begins[stage] else 0.0
+                kept += max(0.0, self.crossing(i - 1) - before) if i else 0.0
+                inside = 0.0
             kept += piece.once
             inside += self._inside[i]
             found.append(min(most, kept + inside))

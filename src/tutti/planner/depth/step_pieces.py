@@ -29,8 +29,8 @@ class Piece:
     kernels are for, as `limits` of an `Estimate`. casting: seconds of the forward on weights alone.
     adding: seconds to add gradients to the sums of earlier micro-batches. cast_launches, add_launches: the
     launches of both, which they take at least; apart_launches of those that no matmul does beside its work.
-    update: seconds of its bytes; update_launches: more seconds,
-    of its kernels that last no longer than their launch.
+    update: seconds of its bytes; update_launches: more seconds, of its kernels that last no longer than their
+    launch.
     kept: bytes of a micro-batch from forward to backward. delayed: those that gradients of weights read.
     cast: bytes of weights in the dtype of the forward, for all micro-batches. parameters, slots: bytes of
     state; slots with buffers. gradients: bytes that the update reads; over_seq, over_expert: those of them
@@ -40,7 +40,8 @@ class Piece:
     these bytes that reduce gradients, which micro-batches add up first. late_sent, late_across: more bytes,
     of gradients on their way to the update.
     once: bytes of results of collectives in the forward, which no backward recomputes. moved_again: seconds
-    of the others in the forward. inputs: the part of `backward` on which an earlier piece depends.
+    of the others in the forward; again_sent, again_across: the bytes that these send. inputs: the part of
+    `backward` on which an earlier piece depends.
     read: bytes of weights in the dtypes in which the forward reads them; `read_again` of those that the
     backward reads, too, `recomputed` of these and those that a second forward reads. num_sums, num_gathers,
     num_again, num_recomputed: buckets of `gradients` and of these bytes; a part of one that other pieces
@@ -81,6 +82,8 @@ class Piece:
     late_across: float = 0.0
     once: float = 0.0
     moved_again: float = 0.0
+    again_sent: float = 0.0
+    again_across: float = 0.0
     again: float = 0.0
     inputs: float = 0.0
     delayed: float = 0.0
