@@ -111,6 +111,14 @@ def test_two_layouts_side_by_side(script: Path) -> None:
     assert "data=4 zero=3" in result.stdout.split("\n")[0]
 
 
+def test_two_layouts_have_the_words_that_all_have(script: Path) -> None:
+    words = "--devices", "4 x h100", "--layout", "precision=bf16 micro=1", "--json", "--diff"
+    made = plan(script, *words, "data=4", "data=4 zero=3 precision=bf16")
+    assert made.exit_code == 0, made.output
+    found = [row["layout"] for row in json.loads(made.stdout)]
+    assert found == ["data=4 precision=bf16", "data=4 zero=3 precision=bf16"]
+
+
 def test_two_layouts_are_estimated_alone(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The figures are those of the table."""
     words = "--devices", "4 x h100", "--layout", "micro=1 remat=none"

@@ -63,6 +63,8 @@ def test_hosts_have_eight_devices_unless_the_topology_says_more() -> None:
         ("8 x 8 x h100", '"64 x h100"'),
         ("8 hosts of 8 h100", '"64 x h100"'),
         ("h100 x 64", '"64 x h100"'),
+        ("1.5 x h100", '"1 x h100"'),
+        (".5 x h100", '"1 x h100"'),
         ("h100 x64", '"64 x h100"'),
         ("64 x none-such", "unknown device"),
     ],

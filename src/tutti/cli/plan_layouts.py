@@ -81,10 +81,13 @@ def plan(
         )
     question = _question(devices, topology, global_batch, layout, memory, ranks, vary_precision)
     from tutti.cli.look import look
+    from tutti.planner.search.layout_choices import with_given
     from tutti.planning.layout_plan import answer
     from tutti.planning.plan_file import as_records
     from tutti.planning.plan_progress import PlanProgress
 
+    if diff is not None:
+        diff = with_given(diff[0], question.given), with_given(diff[1], question.given)
     question = replace(question, every=as_json or diff is not None, only=diff or ())
     if save is not None:
         check_file(save, "the plan")

@@ -34,6 +34,11 @@ _OTHER_FORMS = (
         _HOSTS,
     ),
     (
+        re.compile(r"(?P<whole>\d*)\.\d+(?:\s*[x×*]\s*|\s+)(?P<name>\S+)"),
+        lambda m: f'"{max(1, int(m["whole"] or 0))} x {m["name"]}"',
+        "the count of devices is a whole number",
+    ),
+    (
         re.compile(r"(?P<name>[A-Za-z]\S*)\s*[x×*]\s*(?P<count>\d+)"),
         lambda m: f'"{m["count"]} x {m["name"]}"',
         "the count comes first",

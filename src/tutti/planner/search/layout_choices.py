@@ -151,6 +151,12 @@ def words_of(text: str) -> dict[str, str]:
     return {word.partition("=")[0]: word for word in text.split()}
 
 
+def with_given(text: str, given: str) -> str:
+    """A layout with the words of `given` whose names it lacks."""
+    missing = [word for name, word in words_of(given).items() if name not in words_of(text)]
+    return " ".join([text, *missing]).strip()
+
+
 def partial_layout(text: str) -> Layout:
     """A layout of some words, to which axes will be added: `zero=1` and `schedule=zb` have no axis yet.
 
