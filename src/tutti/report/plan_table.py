@@ -12,6 +12,8 @@ from tutti.planner.search.ranking import RankedLayout, Ranking
 from tutti.quantities import format_nbytes, format_seconds
 from tutti.report.text_table import columns
 
+# Seconds that the faster layout needs more are told above this share of those that it needs less.
+_TOLD = 0.1
 LINKS = {"inside": "in host", "between": "between"}
 
 
@@ -173,10 +175,16 @@ def _sentence(first: RankedLayout, second: RankedLayout, kinds: Sequence[str]) -
         if alike and one.seconds == other.seconds:
             return f"{both} are equal: they take the same time and memory, and send as many bytes."
         return f"{both} are equally fast, within 0.5 %."
-    gains = {k: other.kinds.get(k, 0.0) - one.kinds.get(k, 0.0) for k in kinds}
-    most = max(gains, key=lambda k: gains[k] if ratio >= 1 else -gains[k], default="compute")
     fast, slow = (first, second) if ratio >= 1 else (second, first)
+    less, more = slow.estimate.kinds, fast.estimate.kinds
+    gains = {k: less.get(k, 0.0) - more.get(k, 0.0) for k in kinds or ("compute",)}
+    most = max(gains, key=gains.__getitem__)
+    lost = sorted((-gain, k) for k, gain in gains.items() if -gain > _TOLD * gains[most])
+    costs = " and ".join(f"{format_seconds(x)} more for {kind}" for x, kind in reversed(lost))
+    needs = f"{format_seconds(abs(gains[most]))} less for {most}" + (
+        f", and {costs}" if costs else ""
+    )
     return (
         f"{name_of(fast.layout)} is {max(ratio, 1 / ratio):.3g} times as fast as {name_of(slow.layout)}: it "
-        f"needs {format_seconds(abs(gains[most]))} less for {most}."
+        f"needs {needs}."
     )
