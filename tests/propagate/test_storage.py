@@ -61,20 +61,17 @@ OF_MIXTURES = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "compute", "stored"), OF_MIXTURES)
-def test_zero_cuts_over_the_axis_of_experts(
-    shape: tuple[int, ...], compute: str, stored: str
-) -> None:
-    found = with_zero(Sharding.parse(compute, shape), Mesh.parse("data=4 expert=2 seq=2"))
-    assert str(found) == stored
-
-
-@pytest.mark.parametrize(("shape", "compute", "stored"), OVER_BOTH)
+@pytest.mark.parametrize(
+    ("mesh", "shape", "compute", "stored"),
+    [
+        *(("data=4 seq=2 tensor=2", *one) for one in OVER_BOTH),
+        *(("data=4 expert=2 seq=2", *one) for one in OF_MIXTURES),
+    ],
+)
 def test_zero_cuts_over_the_axes_of_the_batch(
-    shape: tuple[int, ...], compute: str, stored: str | None
+    mesh: str, shape: tuple[int, ...], compute: str, stored: str | None
 ) -> None:
-    mesh = Mesh.parse("data=4 seq=2 tensor=2")
-    found = with_zero(Sharding.parse(compute, shape), mesh)
+    found = with_zero(Sharding.parse(compute, shape), Mesh.parse(mesh))
     assert (None if found is None else str(found)) == stored
 
 

@@ -63,9 +63,7 @@ class Ranks:
             self._pools[n] = Pool(n, self._timeout_seconds)
         try:
             return self._pools[n].run(function, args)
-        except (
-            BaseException
-        ):  # of a test's timeout, too: the next call would get this one's answers
+        except BaseException:  # a test's timeout: the next call would get this one's answers
             self._pools.pop(n).close()
             raise
 

@@ -176,8 +176,8 @@ def _sentence(first: RankedLayout, second: RankedLayout, kinds: Sequence[str]) -
             return f"{both} are equal: they take the same time and memory, and send as many bytes."
         return f"{both} are equally fast, within 0.5 %."
     fast, slow = (first, second) if ratio >= 1 else (second, first)
-    less, more = slow.estimate.kinds, fast.estimate.kinds
-    gains = {k: less.get(k, 0.0) - more.get(k, 0.0) for k in kinds or ("compute",)}
+    slower, faster = slow.estimate.kinds, fast.estimate.kinds
+    gains = {k: slower.get(k, 0.0) - faster.get(k, 0.0) for k in kinds or (COMPUTE,)}
     most = max(gains, key=gains.__getitem__)
     lost = sorted((-gain, k) for k, gain in gains.items() if -gain > _TOLD * gains[most])
     costs = " and ".join(f"{format_seconds(x)} more for {kind}" for x, kind in reversed(lost))

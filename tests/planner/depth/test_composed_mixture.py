@@ -8,15 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from deep_models import DeepModel
 from mixtures import mixture
 from small_steps import trained
-from tutti.hardware.cluster import Cluster
-from tutti.job import Job
-from tutti.layout import Layout
-from tutti.planner.estimates.layout_estimate import estimate
-from tutti.planner.estimates.priced_machine import PricedMachine
-from tutti.planning.candidate_programs import CandidatePrograms
-from tutti.planning.step_estimates import StepEstimates
 
 ROWS, TOKENS = 16, 512
 SIZES = {
@@ -31,18 +25,9 @@ def step(model: Any, ids: Tensor) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def estimates() -> StepEstimates:
-    with torch.device("meta"):
-        model = mixture("Mixtral", **SIZES)
-    job = Job.of(step, model, torch.optim.AdamW(model.parameters()), Layout())
-    batch = (torch.zeros(ROWS, TOKENS, dtype=torch.long),)
-    machine = PricedMachine.of(Cluster.parse("16 x h100"))
-    return StepEstimates(job, batch, lambda _: machine, num_layouts=100_000)
-
-
-@pytest.fixture(scope="module")
-def whole(estimates: StepEstimates) -> CandidatePrograms:
-    return CandidatePrograms(estimates.job, estimates.batch, on_processors=False)
+def model() -> DeepModel:
+    batch = torch.zeros(ROWS, TOKENS, dtype=torch.long)
+    return DeepModel(step, lambda: mixture("Mixtral", **SIZES), batch, "16 x h100")
 
 
 @pytest.mark.parametrize(
@@ -55,14 +40,9 @@ def whole(estimates: StepEstimates) -> CandidatePrograms:
         "data=4 expert=2 zero=2 micro=2",
     ],
 )
-def test_experts_send_and_keep_what_the_whole_program_does(
-    estimates: StepEstimates, whole: CandidatePrograms, layout: str
-) -> None:
+def test_experts_send_and_keep_what_the_whole_program_does(model: DeepModel, layout: str) -> None:
     """Over `expert` the gradients of all weights but the experts' add up."""
-    parsed = Layout.parse(layout)
-    made = estimates.refined(parsed)
-    assert estimates.composes == "layers"
-    expected = estimate(whole.program(parsed), estimates.machine(parsed))
+    made, expected = model.both(layout)
     assert made.nbytes == pytest.approx(expected.nbytes, rel=0.02)
     assert made.peak_nbytes == pytest.approx(expected.peak_nbytes, rel=0.1)
     assert made.seconds == pytest.approx(expected.seconds, rel=0.1)

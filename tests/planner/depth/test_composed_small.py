@@ -9,14 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from deep_models import DeepModel
 from small_steps import trained
-from tutti.hardware.cluster import Cluster
-from tutti.job import Job
-from tutti.layout import Layout
-from tutti.planner.estimates.layout_estimate import Estimate, estimate
-from tutti.planner.estimates.priced_machine import PricedMachine
-from tutti.planning.candidate_programs import CandidatePrograms
-from tutti.planning.step_estimates import StepEstimates
 
 ROWS, TOKENS, LAYERS = 16, 256, 8
 
@@ -55,23 +49,9 @@ def _gpt2() -> Any:
 
 
 @cache
-def _estimates(name: str) -> StepEstimates:
-    with torch.device("meta"):
-        model = {"bert": _bert, "gpt2": _gpt2}[name]()
-    function = {"bert": step, "gpt2": clipped}[name]
-    job = Job.of(function, model, torch.optim.AdamW(model.parameters()), Layout())
-    batch = (torch.zeros(ROWS, TOKENS, dtype=torch.long),)
-    machine = PricedMachine.of(Cluster.parse("8 x h100"))
-    return StepEstimates(job, batch, lambda _: machine, num_layouts=100_000)
-
-
-def _both(name: str, layout: str) -> tuple[Estimate, Estimate]:
-    """The estimate composed of pieces, and that of the whole program."""
-    estimates, parsed = _estimates(name), Layout.parse(layout)
-    made = estimates.refined(parsed)
-    assert estimates.composes == "layers"
-    programs = CandidatePrograms(estimates.job, estimates.batch, on_processors=False)
-    return made, estimate(programs.program(parsed), estimates.machine(parsed))
+def _deep(name: str) -> DeepModel:
+    step_of, make = {"bert": (step, _bert), "gpt2": (clipped, _gpt2)}[name]
+    return DeepModel(step_of, make, torch.zeros(ROWS, TOKENS, dtype=torch.long), "8 x h100")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +65,7 @@ def _both(name: str, layout: str) -> tuple[Estimate, Estimate]:
     ],
 )
 def test_launches_of_casts_sums_and_updates_count(name: str, layout: str) -> None:
-    made, expected = _both(name, layout)
+    made, expected = _deep(name).both(layout)
     assert made.seconds == pytest.approx(expected.seconds, rel=0.08)
     assert made.nbytes == pytest.approx(expected.nbytes, rel=0.01)
 
@@ -93,7 +73,7 @@ def test_launches_of_casts_sums_and_updates_count(name: str, layout: str) -> Non
 @pytest.mark.parametrize("layout", ["tensor=4 remat=full", "tensor=8 remat=full"])
 def test_a_second_forward_sends_again(layout: str) -> None:
     """Results of collectives that stay are not kept twice."""
-    made, expected = _both("gpt2", layout)
+    made, expected = _deep("gpt2").both(layout)
     assert made.nbytes == pytest.approx(expected.nbytes, rel=0.02)
     assert made.peak_nbytes == pytest.approx(expected.peak_nbytes, rel=0.1)
 
@@ -101,5 +81,5 @@ def test_a_second_forward_sends_again(layout: str) -> None:
 @pytest.mark.parametrize("layout", ["tensor=8", "tensor=8 micro=2"])
 def test_gradients_are_reduced_over_tensor_once(layout: str) -> None:
     """Also where their weight is stored in other parts than the forward has of it."""
-    made, expected = _both("gpt2", layout)
+    made, expected = _deep("gpt2").both(layout)
     assert made.nbytes == pytest.approx(expected.nbytes, rel=0.02)

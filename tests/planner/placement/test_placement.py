@@ -384,8 +384,9 @@ def test_sums_of_gradients_are_waited_for_after_micro_batches(words: str, waited
     layout = Layout.parse(f"data=16 tensor=2 {words}")
     costing = Costing(captured("llama"), programs("llama"), layout, Yardstick.of(layout, None))
     local = dict.fromkeys(costing.weights, 1000000000.0)
-    whole = costing._summing(local, set(), 0.0) / (layout.micro if layout.zero else 1)
-    beside = costing._summing(local, set(), 1e6 * whole)
+    axes = dict.fromkeys(local, ("data",))
+    whole = costing._summing(local, axes, 0.0) / (layout.micro if layout.zero else 1)
+    beside = costing._summing(local, axes, 1e6 * whole)
     assert beside / whole == pytest.approx(waited, abs=0.25)
 
 
@@ -394,9 +395,11 @@ def test_zero_shards_the_weights_of_experts_over_fewer_axes() -> None:
     costing = Costing(captured("llama"), programs("llama"), layout, Yardstick.of(layout, None))
     name, *others = costing.weights
     local = dict.fromkeys(costing.weights, 8e9)
-    parts = costing._parts(local, {name})
+    both = dict.fromkeys(costing.weights, ("expert", "data"))
+    parts = costing._parts(local, both | {name: ("data",)})
     assert parts == {name: 2e9} | dict.fromkeys(others, 1e9)
     kept = sum((1 + costing._slots(m)) * n for m, n in parts.items())
     assert costing._state_nbytes(local, parts) == pytest.approx(sum(local.values()) + kept)
-    over_both, over_data = (costing._summing(local, x, 0.0) for x in (set(), set(local)))
+    over_both = costing._summing(local, both, 0.0)
+    over_data = costing._summing(local, dict.fromkeys(local, ("data",)), 0.0)
     assert over_both / over_data == pytest.approx((7 / 8) / (3 / 4), rel=0.01)

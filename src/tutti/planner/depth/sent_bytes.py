@@ -33,10 +33,9 @@ def _collectives(staged: StagedPieces, piece: Piece) -> Iterator[tuple[str, floa
     if zero in (1, 2):
         moved += [(axes, "all_gather", n) for axes, n in staged.renewed_parts(piece)]
     elif zero == 3:
-        times = micro if staged.pipe == 1 else 1  # a pipeline gathers once
-        parts = staged.read_parts(piece)
-        if staged.pipe == 1:
-            parts = *parts, *staged.read_parts(piece, again=True)
+        parts, times = staged.read_parts(piece), 1
+        if staged.pipe == 1:  # a pipeline gathers once
+            parts, times = (*parts, *staged.read_parts(piece, again=True)), micro
         moved += [(axes, "all_gather", times * n) for axes, n in parts]
     for axes, kind, nbytes in moved:
         yield from zip(

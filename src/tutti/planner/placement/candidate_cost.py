@@ -8,6 +8,7 @@ seconds  =  kernels and collectives of forward and backward, on a rank's part of
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from tutti.planner.estimates.graph_clock import OVERLAP_SLOWDOWN
 from tutti.planner.placement.counted_programs import NO_NODE, CountedProgram, CountedPrograms
 from tutti.planner.placement.reduced import stands_for
 from tutti.planner.placement.yardstick import Yardstick
+from tutti.propagate.storage_sharding import further_axes
 
 # The share of the backward in the time of both passes.
 _BACKWARD = 2 / 3
@@ -81,13 +83,13 @@ class Costing:
     def _cost(self, made: CountedProgram) -> PlacedCost:
         collectives = sum(n * self.yardstick.collective(c, self.share) for c, n in made.calls)
         computing = self.share * made.kernel_seconds
-        local, split = self._local_nbytes(made), self._split_over_expert(made)
-        parts = self._parts(local, split)
+        local, axes = self._local_nbytes(made), self._zero_axes(made)
+        parts = self._parts(local, axes)
         return PlacedCost(
             seconds=computing
             + collectives
             + self._update_seconds(parts if self.layout.zero else local)
-            + self._summing(local, split, computing),
+            + self._summing(local, axes, computing),
             sent_nbytes=sum(n * self.share * self.yardstick.sent(c) for c, n in made.calls),
             memory_nbytes=self._state_nbytes(local, parts) + self.share * made.kept_nbytes,
             shardings={n: s for n, s in made.shardings.items() if s.axes},
@@ -105,32 +107,41 @@ class Costing:
             found |= {m: self.times[m] * self.weights[m].nbytes / ways for m in members}
         return found
 
-    def _split_over_expert(self, made: CountedProgram) -> set[str]:
-        """The parameters of the whole step that `expert` splits; `zero` shards them over other axes."""
-        split = (n for n, sharding in made.shardings.items() if "expert" in sharding.axes)
-        return {member for name in split for member in self.step.members[name]}
+    def _zero_axes(self, made: CountedProgram) -> dict[str, tuple[str, ...]]:
+        """The axes over which `zero` shards the state of each parameter of the whole step."""
+        mesh, every, found = self.layout.mesh, self.layout.zero_axes, {}
+        for name, sharding in made.shardings.items():
+            axes = further_axes(sharding, mesh, every)
+            found |= dict.fromkeys(self.step.members[name], axes)
+        return found
 
-    def _parts(self, local: Mapping[str, float], split: set[str]) -> dict[str, float]:
-        """The bytes of a rank's part of each parameter, if `zero` shards it."""
-        ways, experts = self.layout.zero_ways, self.layout.axes.get("expert", 1)
-        return {m: n * (experts if m in split else 1) / ways for m, n in local.items()}
+    def _parts(
+        self, local: Mapping[str, float], axes: Mapping[str, tuple[str, ...]]
+    ) -> dict[str, float]:
+        """The bytes of a rank's part of each parameter, if `zero` shards it over these axes."""
+        return {name: n / self.layout.mesh.size(axes[name]) for name, n in local.items()}
 
     def _update_seconds(self, nbytes: Mapping[str, float]) -> float:
         """Seconds of the update's reads and writes."""
         read = sum((3 + 2 * self._slots(name)) * n for name, n in nbytes.items())
         return self.yardstick.memory(read)
 
-    def _summing(self, local: Mapping[str, float], split: set[str], computing: float) -> float:
+    def _summing(
+        self,
+        local: Mapping[str, float],
+        axes: Mapping[str, tuple[str, ...]],
+        computing: float,
+    ) -> float:
         """Seconds of sums of gradients over the axes of the batch: after the last micro-batch, or beside the
         backward."""
-        axes = self.layout.zero_axes
-        fewer = tuple(a for a in axes if a != "expert")
-        of_experts = sum(n for m, n in local.items() if m in split)
-        seconds = 0.0
-        for over, nbytes in ((axes, sum(local.values()) - of_experts), (fewer, of_experts)):
-            if over and nbytes:
-                call = CollectiveCall(NO_NODE, "all_reduce", int(nbytes), over)
-                seconds += self.yardstick.collective(call)
+        nbytes: Counter[tuple[str, ...]] = Counter()
+        for name, n in local.items():
+            nbytes[axes[name]] += n  # type: ignore[assignment]
+        seconds = sum(
+            self.yardstick.collective(CollectiveCall(NO_NODE, "all_reduce", int(n), over))
+            for over, n in nbytes.items()
+            if over and n
+        )
         if self.layout.micro > 1 and self.layout.zero < 2:
             return seconds
         hidden = min(self.layout.micro * seconds, _BACKWARD * computing)
